@@ -149,9 +149,21 @@ def check_asked(args: SharedArgs, inputs: Inputs) -> None:
         if args.best_by and args.best_by.startswith(f"val/{name}/") and not args.eval_only:
             why = "is relative" if name not in inputs.eval_rewards else "is asked for by no held-out prompt"
             raise ValueError(f"--best_by {args.best_by}: {name} {why}, so no evaluation logs it")
+    if args.best_by and not args.eval_only:
+        check_best_by(args.best_by, inputs)
     if not (args.eval_only or args.best_by or inputs.rewards.keys() & scored):
         told = "no evaluation scores a --reward; name a metric with --eval_reward and --best_by"
         print_message(f"no best_adapter will be written: {told}")
+
+
+def check_best_by(best_by: str, inputs: Inputs) -> None:
+    """ValueError: the metric is of a held-out file none of whose prompts asks for its reward."""
+    files = inputs.eval_set.files
+    for file in dict.fromkeys(files):
+        prompts = inputs.eval_set.select(row for row, other in enumerate(files) if other == file)
+        for name in inputs.eval_rewards:
+            if best_by.startswith(f"val/{file}/{name}/") and not prompts.asking(name):
+                raise ValueError(f"--best_by {best_by}: no prompt of {file} asks for {name}, so no evaluation logs it")
 
 
 def check_field(eval_set: PromptSet, field: str) -> None:

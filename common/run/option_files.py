@@ -184,7 +184,7 @@ def without_rewards(
     if "eval_reward" in kept:
         kept["eval_reward"] = tuple(watched)
     gone = {*map(_metric_name, replaced)} - {*names, *map(_metric_name, (*watched, *watching))}
-    if gone & set((kept.get("best_by") or "").split("/")):
+    if gone & {*(kept.get("best_by") or "").split("/")[-2:-1]}:  # val/FILE/REWARD/mean: a file may have any name
         del kept["best_by"]
     return kept
 

@@ -7,7 +7,10 @@ from typing import NamedTuple
 
 from common.errors import truncate
 from common.run.plots import VAL_TOTAL
-from common.scoring import TOTAL
+from common.scoring import TOTAL, split_key
+from common.user_code import code_file
+
+WITH_PARTS = ("vlm_judge", "geneval")  # built-in rewards that return numbers beside their score
 
 
 class StopRule(NamedTuple):
@@ -56,7 +59,7 @@ def check_stop_rules(
     """Raises ValueError for a rule that cannot be read, or where an evaluation does not log its metric, or `best_by`.
 
     rewards: of the evaluation, as the options name them; that of edits has `preservation` as well. num_images: of each
-    prompt. A user's own reward and the judge may return sub-scores, which are not known yet; the values of `eval_by`
+    prompt. A user's own reward, judges and geneval return sub-scores, which are not known yet; the values of `eval_by`
     are in the prompts' records. files: the names of the held-out files, if there are several.
     """
     names = [name.rpartition(":")[2] for name in rewards]
@@ -66,7 +69,7 @@ def check_stop_rules(
     more = [f"val/{name}/failed" for name in (*names, "preservation")] + ["val/preservation/mean"]
     known += [f"val/{file}/{name}/mean" for file in files for name in (*names, TOTAL)]
     more += [name.removesuffix("mean") + "stderr" for name in (*known, *more) if name.endswith("/mean")]
-    has_parts = [":" in name or name == "vlm_judge" for name in rewards]
+    has_parts = [bool(code_file(name)) or split_key(name)[0].partition(":")[0] in WITH_PARTS for name in rewards]
     own = tuple(f"val/{name}/" for name, has in zip(names, has_parts, strict=True) if has)
     kinds = ("mean", "best") if num_images > 1 else ("mean",)
     ends = tuple(f"/{name}/{kind}@{num_images}" for name in (*names, TOTAL) for kind in kinds)

@@ -384,3 +384,16 @@ def test_a_reward_that_nobody_asks_for_is_named_before_a_model_loads(tmp_path, o
     line = run_here(tmp_path, "flow_grpo.py", *options)
     assert_one_line(line)
     assert re.search(fault, line)
+
+
+def test_a_best_by_of_a_file_that_does_not_ask_for_its_reward_is_refused(tmp_path):
+    """Otherwise no evaluation would log it, and the run would have no best_adapter/."""
+    (tmp_path / "mine.py").write_text(REWARDS)
+    for name in ("bright", "red"):
+        (tmp_path / f"{name}s.txt").write_text(f"a {name} mug\n")
+    options = [*TINY, "--rollout", "local", "--reward", "mine.py:bright", "mine.py:red", "--reward_weights", 1, 1]
+    options += ["--train_prompts", write_prompts(tmp_path, "train.jsonl", [("a bright red sign", ["bright", "red"])])]
+    options += ["--eval_prompts", "bright=brights.txt", "red=reds.txt", "--best_by", "val/reds/bright/mean"]
+    line = run_here(tmp_path, "flow_grpo.py", *options, "--num_steps", 0)
+    assert_one_line(line)
+    assert re.search("--best_by val/reds/bright/mean: .* reds .* bright", line)

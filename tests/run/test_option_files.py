@@ -7,6 +7,7 @@ from pathlib import Path
 import flow_grpo
 from common.files.checkpoints import FORMAT
 from common.run.command_line import parse_args
+from common.run.option_files import without_rewards
 
 import pytest
 import yaml
@@ -202,3 +203,10 @@ def test_other_rewards_take_the_place_of_the_checkpoints_weights(here, monkeypat
     usual = {"reward_weights": (1.0,), "best_by": None, "eval_reward": ("aesthetic", "hpsv2")}
     usual["eval_reward"] = () if given[-1] == "--eval_reward" else usual["eval_reward"]
     assert {name: getattr(args, name) for name in usual | expected} == usual | expected
+
+
+@pytest.mark.parametrize(("best_by", "stays"), [("val/ocr/pickscore/mean", True), ("val/scenes/ocr/mean", False)])
+def test_a_best_by_of_a_file_that_has_a_replaced_rewards_name_stays(best_by, stays):
+    recorded = {"best_by": best_by, "reward_weights": (1.0, 1.0)}
+    left = without_rewards(recorded, replaced=["ocr", "pickscore"], trained=["pickscore"], watching=())
+    assert left == ({"best_by": best_by} if stays else {})

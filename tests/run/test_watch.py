@@ -398,6 +398,11 @@ def test_a_rule_of_no_metric_is_refused():
             check_stop_rules([f"{metric}<1"], rewards, 1, "kind")
     check_stop_rules(["val/mine/sharpness<0.1"], ["my.py:mine"], 1)  # its file may return such a sub-score
     check_stop_rules(["val/vlm_judge/coherence<0.1"], ["vlm_judge"], 1, best_by="val/vlm_judge/style/mean")
+    check_stop_rules(["val/style/coherence<0.1"], ["vlm_judge:style"], 1, best_by="val/style/mean")
+    check_stop_rules(["val/geneval/soft<0.1"], ["geneval"], 1, best_by="val/geneval/soft")
+    for name in ("http_scorer", "http_scorer:red"):  # which returns one number
+        with pytest.raises(ValueError, match="^--best_by val/red/maen: "):
+            check_stop_rules([], [name], 1, best_by="val/red/maen")
     check_stop_rules(["val/preservation/mean<0.5", "val/preservation/stderr>1"], rewards, 1)  # of edits
     with pytest.raises(ValueError, match="^--stop_if val/a/sharpness<0.1: "):
         check_stop_rules(["val/a/sharpness<0.1"], rewards, 1)
