@@ -13,6 +13,7 @@ from common.models.family import (
 )
 from common.models.fingerprints import encoders_key, hash_bits
 from common.models.loading import (
+    check_reachable,
     check_schedules,
     downloaded,
     family_class,
@@ -33,6 +34,7 @@ __all__ = [
     "PIXELS_AT_ONCE",
     "Schedule",
     "Shapes",
+    "check_reachable",
     "check_schedules",
     "count_long_prompts",
     "downloaded",

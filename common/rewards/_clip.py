@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from common.rewards._networks import Source, read_whole, refusing_weights
+from common.rewards._networks import Source, check_hub, read_whole, refusing_weights
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,7 @@ def load_processor(source: Source) -> Any:  # a CLIPProcessor
 
     name = source[1]
     with refusing_weights(source):
+        check_hub(name)
         images = CLIPImageProcessorPil.from_pretrained(name)
         return CLIPProcessor(images, AutoTokenizer.from_pretrained(name))
 

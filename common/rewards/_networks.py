@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import error_prefix
+from common.models import check_reachable
 from common.process import print_message
 
 import torch
-from huggingface_hub import hf_hub_download
+from huggingface_hub import constants, hf_hub_download, hf_hub_url
+from huggingface_hub.file_download import repo_folder_name
 
 LOADED: dict[tuple[str, str], torch.nn.Module] = {}  # by hub id or folder, and the name of what read it
 Source = tuple[str, str]  # an environment variable, and the hub id or folder that it names
@@ -36,9 +38,20 @@ def load_network(source: Source, read: Callable[[str], torch.nn.Module]) -> Any:
     key = (name, read.__qualname__)
     if key not in LOADED:
         with refusing_weights(source):
+            check_hub(name)
             print_message(f"loading {name}")
             LOADED[key] = read(name).requires_grad_(False).eval()
     return LOADED[key].to(own_device())
+
+
+def check_hub(name: str) -> None:
+    """ValueError: nothing of a hub id is in the cache, and the hub refuses the connection or has no address. Its
+    clients would try again for more than a minute."""
+    if Path(name).exists():
+        return
+    cached = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"))
+    if not cached.exists():
+        check_reachable(hf_hub_url(name, "config.json"))
 
 
 def read_whole(model_class: Any, name: str, kind: str) -> Any:  # a class of transformers, and one of it

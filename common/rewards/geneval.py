@@ -28,7 +28,7 @@ from common.rewards._box_colours import colours_of_boxes
 from common.rewards._clip import embed_images, embed_prompts, load_processor, read_clip
 from common.rewards._geneval_rules import CLASSES, COLOURS, Detection, Objects, fraction_right, is_right, kept
 from common.rewards._nanodet import NanoDet, detect_in, read_nanodet, read_settings
-from common.rewards._networks import Source, load_network, offload, read_whole, refusing_weights, weights_of
+from common.rewards._networks import Source, check_hub, load_network, offload, read_whole, refusing_weights, weights_of
 
 import torch
 from PIL import Image
@@ -111,6 +111,7 @@ def load_image_processor(source: Source) -> Any:  # of Mask2Former
     from transformers import AutoImageProcessor  # slow
 
     with refusing_weights(source):
+        check_hub(source[1])
         return AutoImageProcessor.from_pretrained(source[1], use_fast=False)
 
 

@@ -1,6 +1,7 @@
 """PickScore, CLIPScore and the aesthetic predictor against their published formulas, on tiny random CLIPs made here."""
 
 import re
+import socket
 import subprocess
 import sys
 
@@ -224,6 +225,23 @@ def test_weights_that_are_not_there_are_refused_in_a_line(name, variable, case, 
     assert re.match(f"--reward {name}: .*{variable}={path}, ", line)
     assert told in line and "\n" not in line
     assert list(load_rewards(["ocr", name], [1, 1], load=False)) == ["ocr", name]
+
+
+@pytest.mark.parametrize("variable", ["PICKSCORE_MODEL", "PICKSCORE_PROCESSOR"])
+def test_without_a_network_a_hub_id_is_refused_at_once(variable, folder, tmp_path, monkeypatch):
+    """By one question; libraries of the hub would ask for more than a minute."""
+    with socket.socket() as taken:  # of a port where nobody listens
+        taken.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{taken.getsockname()[1]}/config.json"
+        asked = []
+        monkeypatch.setattr(networks, "hf_hub_url", lambda *given: asked.append(given) or address)
+        monkeypatch.setattr(networks.constants, "HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("asks again"))
+        for name in ("PICKSCORE_MODEL", "PICKSCORE_PROCESSOR"):
+            monkeypatch.setenv(name, "an/id" if name == variable else str(folder / "a"))
+        with pytest.raises(ValueError, match=rf"^--reward pickscore: .*{variable}=an/id, .* 127\.0\.0\.1 "):
+            load_rewards(["pickscore"], [1])
+    assert asked == [("an/id", "config.json")]
 
 
 def test_a_predictor_that_is_not_one_is_refused_in_a_line(folder, tmp_path, monkeypatch):
