@@ -25,7 +25,6 @@ Several judges in one run have names, vlm_judge:style and vlm_judge:text, which 
 has settings of its own and none of the above: VLM_JUDGE_STYLE_URL, VLM_JUDGE_STYLE_MODEL, VLM_JUDGE_TEXT_URL and so on.
 """
 
-import functools
 import math
 import os
 from pathlib import Path
@@ -62,6 +61,9 @@ class Settings(NamedTuple):
     least: float
     highest: float
     max_tokens: int
+
+
+_settings: dict[str, Settings] = {}  # by prefix
 
 
 def vlm_judge(
@@ -128,9 +130,18 @@ async def judge(settings: Settings, image: Image, prompt: str, sources: list[Ima
         return error
 
 
-@functools.cache
 def read_settings(prefix: str = PREFIX) -> Settings:
-    """The Settings in the environment; raises ValueError, which names the variable that is missing or wrong."""
+    """The Settings in the environment when `load` was called, or now if it was not.
+
+    Raises:
+        ValueError: names the variable that is missing or wrong.
+    """
+    if prefix not in _settings:
+        _settings[prefix] = _read_settings(prefix)
+    return _settings[prefix]
+
+
+def _read_settings(prefix: str) -> Settings:
     given = os.environ.get(f"{prefix}_PROMPT", "").strip()
     with error_prefix(f"{prefix}_PROMPT={given}"):
         question = Path(given or QUESTION).read_text(encoding="utf-8")
@@ -157,7 +168,7 @@ def read_settings(prefix: str = PREFIX) -> Settings:
 
 def load(prefix: str = PREFIX) -> None:
     """Start the server, if asked. Raise ValueError for wrong settings, or if it is not there or lacks the model."""
-    read_settings.cache_clear()
+    _settings.pop(prefix, None)  # and no other's: a question may be edited while the next judge's server starts
     settings = read_settings(prefix)
     if command := os.environ.get(f"{prefix}_SERVE", "").strip():
         serve(f"{prefix}_SERVE", command, settings.server.url)

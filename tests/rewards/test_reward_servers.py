@@ -186,6 +186,23 @@ def test_two_judges_and_a_scorer_have_settings_of_their_own(serve):
 
 
 @fast
+def test_a_judges_question_is_the_one_that_was_there_when_it_was_loaded(serve, tmp_path):
+    """Not what the file has once the next judge's server, which may take an hour, has started."""
+    question = tmp_path / "style.txt"
+    question.write_text("Is it {prompt}? Score:")
+    style, _ = serve("vlm_judge", load=False, own_name="style", PROMPT=question)
+
+    def edit(path, body):  # asked for its models, while `text` is being loaded
+        question.write_text("Another question on {prompt}. Score:")
+        return good_answer("vlm_judge", path, body)
+
+    serve("vlm_judge", edit, load=False, own_name="text")
+    score_images(load_rewards(["vlm_judge:style", "vlm_judge:text"], [1, 1]), IMAGES[:1], PROMPTS.select([0]))
+    (_, body, _) = style.requests[0]
+    assert body["messages"][0]["content"][-1]["text"] == "Is it prompt 0? Score:"
+
+
+@fast
 def test_scores_of_a_named_judge_share_its_call(serve):
     server, _ = serve("vlm_judge", lambda path, body: three_lines(path, body), load=False, own_name="a", RANGE="1,5")
     rewards = load_rewards(["vlm_judge:a", "vlm_judge:a.style"], [1, 1])
