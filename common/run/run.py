@@ -383,22 +383,22 @@ class Run:
             shards = optional_part("weights.shards", "--lora_rank 0")
             self.checkpoint, state = shards.first_intact(self.checkpoint, state, may_be_earlier=not is_file)
         state["path"] = self.checkpoint
-        changed = dict(changed_contents(state.get("contents", {}), self.contents))
+        changed = dict(changed_contents(state["contents"], self.contents))
         # prints what changed; False: another run's, or scored otherwise
         # rank 0's answer, as settings of rewards may be paths that each node has another of
         resuming = optional_part("run.resuming", "--resume")
         is_comparable = gather_objects(resuming.report_resumed(self.checkpoint, state["args"], self.config, changed))[0]
-        self._lowest_score = state.get("lowest", -math.inf) if is_comparable else math.inf
+        self._lowest_score = state["lowest"] if is_comparable else math.inf
         self.step = state["step"]
         # checkpoints may be rarer than evaluations: a step that is done again may have written best_adapter/
         if is_comparable and gather_objects(resuming.step_of_best(self.folder))[0] > self.step:
             is_comparable = False
             self.print_message(f"best_adapter is of a step after {self.step}, and is chosen again")
-        self._best_step = state.get("best_step") if is_comparable else None
+        self._best_step = state["best_step"] if is_comparable else None
         self._saved_step = self.step
         if self.args.resume == "latest":  # otherwise nothing stays of a start that was lost
             self._resumed_from = self._logged_to = self.step
-        if self.args.resume == "latest" and state.get("unlogged"):
+        if self.args.resume == "latest" and state["unlogged"]:
             self.unlogged = state["unlogged"]
             self._logged_to -= 1  # its line is written again, with the evaluation
         self.best_score = state["best"] if is_comparable else -math.inf

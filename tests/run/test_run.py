@@ -408,6 +408,22 @@ def test_a_name_does_not_act_on_the_terminal(tmp_path, capfd):
 
 
 # ---- Run: resuming ---------------------------------------------------------------------------------------------------
+# what a checkpoint has of a run beside its step, its best score and its options
+NOTHING_YET = {"contents": {}, "lowest": math.inf, "best_step": None, "unlogged": {}}
+
+
+@pytest.mark.parametrize("name", NOTHING_YET)
+def test_a_checkpoint_that_lacks_an_entry_is_no_checkpoint_of_a_new_run(tmp_path, one_rank, own_handlers, name):
+    """A default in its place would be a best score, or a metric, that no run had."""
+    folder = tmp_path / "run"
+    run = new_run(folder, resume="latest", script=__file__)
+    state = NOTHING_YET | {"step": 1, "best": 0.5, "args": run.config}
+    save_checkpoint(folder, 1, {key: value for key, value in state.items() if key != name}, 1)
+    again = new_run(folder, resume="latest", script=__file__, checkpoint=saved_checkpoints(folder)[-1])
+    with pytest.raises(KeyError, match=name):
+        again.load_checkpoint()
+
+
 def test_a_resumed_run_cuts_its_folder_back_only_when_it_writes(tmp_path, one_rank, own_handlers):
     """Until then it may still fail, and the folder must stay as it is."""
     folder = tmp_path / "run"
@@ -415,7 +431,7 @@ def test_a_resumed_run_cuts_its_folder_back_only_when_it_writes(tmp_path, one_ra
     for step in (1, 2, 3):
         run.begin_step(step)
         run.log({"a": step})
-        save_checkpoint(folder, step, {"step": step, "best": step / 10, "args": run.config}, 3)
+        save_checkpoint(folder, step, NOTHING_YET | {"step": step, "best": step / 10, "args": run.config}, 3)
     *_, second, third = saved_checkpoints(folder)
     before = (folder / "metrics.jsonl").read_bytes()
 
@@ -442,7 +458,7 @@ def test_a_best_adapter_that_a_later_step_wrote_is_chosen_again(tmp_path, one_ra
     step wrote best_adapter/ stays with it, whatever the log has by then."""
     folder = tmp_path / "run"
     run = new_run(folder, resume="latest", script=__file__, num_steps=4)
-    save_checkpoint(folder, 1, {"step": 1, "best": 0.5, "best_step": 0, "args": run.config}, 3)
+    save_checkpoint(folder, 1, NOTHING_YET | {"step": 1, "best": 0.5, "best_step": 0, "args": run.config}, 3)
     if step is not None:
         (folder / "best_adapter").mkdir()
         (folder / "best_adapter" / "pytorch_lora_weights.safetensors").touch()
