@@ -23,6 +23,8 @@ of the call. The function may have attributes:
                     ValueError and says what is missing
     offload         a function (), run before the trained model loads, and when all images of a rollout are scored
     settings        names of the environment variables that its scores depend on; a run records their values
+    parts           names of the numbers that its dicts may have beside the score, of a reward in common/rewards/: then
+                    a mistyped NAME.KEY is an error before the trained model loads
     of_pixels       the reward as a differentiable function (pixels, prompts, metadata) -> scores, for contrib/draft.py:
                     pixels (B, 3, H, W) in [0, 1], scores (B,), both tensors. It must agree with the reward of the same
                     images, as near as their rounding to bytes allows

@@ -137,6 +137,9 @@ def find_reward(name: str, option: str = "--reward") -> Reward:
     if built_in in built_in_rewards():
         with error_prefix(f"{option} {name}", ValueError):
             function: Reward = _built_in(built_in, own_name if colon else None)
+            key, parts = split_key(name)[1], getattr(function, "parts", None)  # None: not known
+            if parts is not None and key not in ("score", *parts):
+                raise ValueError(f"{built_in} returns no {key}; it returns {', '.join(('score', *parts))}")
     elif colon:
         function = load_function(file, option)
     else:

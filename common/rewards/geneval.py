@@ -162,6 +162,7 @@ def colour_embeddings(clip: str, name: str) -> torch.Tensor:
 
 # what a reward may carry (common/scoring.py); mypy does not know that functions can have attributes
 geneval.settings = ("GENEVAL_DETECTOR", "GENEVAL_CLIP")  # type: ignore[attr-defined]
+geneval.parts = ("soft",)  # type: ignore[attr-defined]
 geneval.check_metadata = check_metadata  # type: ignore[attr-defined]
 geneval.load = load  # type: ignore[attr-defined]
 geneval.offload = offload  # type: ignore[attr-defined]

@@ -168,5 +168,6 @@ def variables(prefix: str) -> tuple[str, ...]:
 
 # what a reward may carry (common/scoring.py); mypy does not know that functions can have attributes
 http_scorer.settings = variables(PREFIX)  # type: ignore[attr-defined]
+http_scorer.parts = ()  # type: ignore[attr-defined]
 http_scorer.load = load  # type: ignore[attr-defined]
 http_scorer.check_metadata = check_metadata  # type: ignore[attr-defined]

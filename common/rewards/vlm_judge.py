@@ -43,7 +43,7 @@ from common.rewards._json_http import (
     read_server,
     text_setting,
 )
-from common.rewards._judge_answers import read_axes, read_parts, read_score
+from common.rewards._judge_answers import AXES, read_axes, read_parts, read_score
 from common.rewards._served import serve
 
 from PIL.Image import Image
@@ -186,4 +186,5 @@ def variables(prefix: str) -> tuple[str, ...]:
 
 # what a reward may carry (common/scoring.py); mypy does not know that functions can have attributes
 vlm_judge.settings = variables(PREFIX)  # type: ignore[attr-defined]
+vlm_judge.parts = (*AXES, "instruction", "preservation")  # type: ignore[attr-defined]
 vlm_judge.load = load  # type: ignore[attr-defined]
