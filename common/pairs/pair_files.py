@@ -15,6 +15,7 @@ from common.errors import RunError, error_prefix
 from common.files import check_prompt, find_shards, read_records
 from common.files.pictures import StoredImage, check_header, find_images
 from common.optional import optional_part
+from common.pairs.record_files import ImageRecord
 from common.process import print_message
 
 TRL = ("prompt", "chosen", "rejected")  # TRL's columns of preferences; an image as bytes, or as datasets store it
@@ -28,6 +29,11 @@ class Pair(NamedTuple):
     chosen: StoredImage
     rejected: StoredImage
     sources: Sequence[StoredImage] = ()
+
+    @property
+    def images(self) -> tuple[StoredImage, ...]:
+        """What is trained on."""
+        return (self.chosen, self.rejected)
 
 
 Pairs = list[Pair]
@@ -57,7 +63,7 @@ def read_pairs(path: Path | str) -> Pairs:
     if not pairs:
         raise ValueError(f"{files[0]}: no pairs")
     for row in range(int(os.environ.get("RANK", "0")), len(pairs), int(os.environ.get("WORLD_SIZE", "1"))):
-        for image in (pairs[row].chosen, pairs[row].rejected):
+        for image in pairs[row].images:
             with refusing_alone():
                 check_header(image, str(image))
         chosen, rejected = pairs[row].chosen, pairs[row].rejected
@@ -67,8 +73,8 @@ def read_pairs(path: Path | str) -> Pairs:
     return pairs
 
 
-def pair_prompts(pairs: Sequence[Pair]) -> PromptSet:
-    """The prompts of pairs, with the pictures that were edited."""
+def pair_prompts(pairs: Sequence[Pair | ImageRecord]) -> PromptSet:
+    """The prompts of pairs, or of records, with the pictures that were edited."""
     records: list[dict] = [{"image": pair.sources} if pair.sources else {} for pair in pairs]
     return PromptSet([pair.prompt for pair in pairs], records)
 

@@ -36,12 +36,14 @@ def check_inputs(
     guidance_scale: float | None = None,
     kl_guidance_scale: float = 1.0,
     group_size: int = 0,
+    given: str = "--pairs",
 ) -> None:
     """Hold options against the model, the prompts and the LoRA, and try users' own rewards, whose networks then leave
     the GPU to the model that loads next.
 
     schedules: {option: its number of sampling steps}. guidance_scale: of rollouts; None in a script without guidance.
     kl_guidance_scale: of the reference alone. group_size: images of a prompt that training scores; 0: it scores none.
+    given: the option that names `inputs.pairs`.
 
     Raises:
         ValueError, RunError: in one line: an option or a record's field that cannot have its effect, or a reward that
@@ -54,14 +56,14 @@ def check_inputs(
         check_compiler("--engine_with compile")
     if args.eval_by:
         check_field(inputs.eval_set, args.eval_by)
-    check_pictures(args, inputs)
+    check_pictures(args, inputs, given)
     check_edits(inputs)
     if guidance_scale is None and args.eval_guidance_scale not in (None, 1):
         raise ValueError(f"--eval_guidance_scale {args.eval_guidance_scale:g}: this script has no guidance")
     check_negative_prompts(args, inputs, max(guidance_scale or 1.0, args.eval_guidance_scale or 1.0, kl_guidance_scale))
     if not args.eval_only:
-        trained = inputs.train_set if inputs.pairs is None else prompts_of_pairs(inputs)
-        report_shared_prompts("--train_prompts" if inputs.pairs is None else "--pairs", trained, inputs.eval_set)
+        trained = inputs.train_set if inputs.pairs is None else prompts_of_pairs(inputs, given)
+        report_shared_prompts("--train_prompts" if inputs.pairs is None else given, trained, inputs.eval_set)
     if inputs.checkpoint and not args.eval_only:
         check_updates(args.lr_schedule, load_checkpoint(inputs.checkpoint), workload)
     all_schedules = {"--eval_num_inference_steps": args.eval_num_inference_steps, **schedules}
@@ -177,17 +179,19 @@ def check_field(eval_set: PromptSet, field: str) -> None:
             raise ValueError(f"--eval_by {field}: the record of the prompt {prompt!r} has no text or number there{off}")
 
 
-def check_pictures(args: SharedArgs, inputs: Inputs) -> None:
-    """ValueError: a record has another number of pictures than the model takes. Reports pictures of another shape."""
+def check_pictures(args: SharedArgs, inputs: Inputs, given: str) -> None:
+    """ValueError: a record has another number of pictures than the model takes. Reports pictures of another shape.
+
+    given: check_inputs'."""
     prompt_sets = [
         (f"--train_prompts {' '.join(args.train_prompts)}", inputs.train_set),
         (f"--eval_prompts {' '.join(args.eval_prompts)}", inputs.eval_set),
     ]
     if inputs.pairs is not None:
-        prompt_sets.append(("--pairs", prompts_of_pairs(inputs)))
+        prompt_sets.append((given, prompts_of_pairs(inputs, given)))
         own = inputs.pairs[int(os.environ.get("RANK", "0")) :: int(os.environ.get("WORLD_SIZE", "1"))]
-        images = [image for pair in own for image in (pair.chosen, pair.rejected)]  # whose headers are read
-        optional_part("files.pictures", "--pairs").warn_stretched("--pairs", images, args.image_size)
+        images = [image for pair in own for image in pair.images]  # whose headers are read
+        optional_part("files.pictures", given).warn_stretched(given, images, args.image_size)
     num_sources = inputs.family.num_sources
     if check_sources(num_sources, prompt_sets) and args.prompt_cache is not None:
         raise ValueError("--prompt_cache: keeps embeddings of texts, and these records have pictures as well")
@@ -234,9 +238,9 @@ def check_sources(num_sources: tuple[int, int], prompt_sets: Sequence[tuple[str,
     return first
 
 
-def prompts_of_pairs(inputs: Inputs) -> PromptSet:
-    """The prompts of --pairs, with the pictures that were edited."""
-    return optional_part("pairs", "--pairs").pair_prompts(inputs.pairs)
+def prompts_of_pairs(inputs: Inputs, given: str) -> PromptSet:
+    """The prompts of the pairs or records, with the pictures that were edited. given: check_inputs'."""
+    return optional_part("pairs", given).pair_prompts(inputs.pairs)
 
 
 def report_shared_prompts(option: str, trained: PromptSet, held_out: PromptSet) -> None:

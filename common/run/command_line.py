@@ -18,7 +18,7 @@ from docstring_parser import parse_from_object
 
 # the options that people set first
 FIRST = (
-    *("name", "model", "image_size", "train_prompts", "eval_prompts", "pairs", "reward", "rollout"),
+    *("name", "model", "image_size", "train_prompts", "eval_prompts", "pairs", "records", "reward", "rollout"),
     *("num_steps", "num_prompts", "group_size", "learning_rate", "eval_every", "resume"),
 )
 

@@ -35,7 +35,7 @@ class Inputs(NamedTuple):
     eval_set: PromptSet
     lora: LoRA | None  # None: full weights
     checkpoint: Path | None  # to resume from
-    pairs: list[Any] | None = None  # of offline DPO (common/pairs/); None: to be made
+    pairs: list[Any] | None = None  # given pairs or records to train on (common/pairs/); None: there are none
 
     @property
     def all_rewards(self) -> dict[str, Reward]:

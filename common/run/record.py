@@ -31,7 +31,7 @@ PACKAGES = (
     *("numpy", "pillow", "torchao", "vllm", "vllm-omni"),
 )
 # options that name files or folders
-DATA = ("model", "lora_path", "teachers", "train_prompts", "eval_prompts", "pairs")
+DATA = ("model", "lora_path", "teachers", "train_prompts", "eval_prompts", "pairs", "records")
 # of a folder; not its images
 READ = {".json", ".jsonl", ".csv", ".parquet", ".txt", ".safetensors", ".bin", ".pt", ".pth", ".model"}
 PIECE = 2**20  # bytes
@@ -55,12 +55,12 @@ def find_contents(options: dict[str, Any], code: Iterable[str] = ()) -> Contents
     found: Contents = {}
     named = {f"code/{name}": file for name, file in user_code(code, options).items()}
     for option in DATA:
-        if options.get("eval_only") and option in ("train_prompts", "pairs", "teachers"):
+        if options.get("eval_only") and option in ("train_prompts", "pairs", "records", "teachers"):
             continue
         for value in values_of(options.get(option)):
             path = Path(value.partition("=")[2] if option == "teachers" else value)
             key = f"--{option} {from_root(value)}"
-            if option.endswith("_prompts"):
+            if option.endswith("_prompts") or option == "records":
                 path, field = split_source(value)
                 if path.suffix == ".py" and field:  # its code is in code/; what it returns may change without that
                     records = [record for _, record in read_records(value)]
@@ -157,7 +157,8 @@ def changed_contents(saved: Contents, now: Contents) -> Iterator[tuple[str, bool
     """(What has other contents than a checkpoint's run had, whether scores depend on it; of ours that is not known)."""
     for name in sorted(saved.keys() & now.keys()):
         if saved[name] != now[name]:
-            yield name, not name.startswith(("--train_prompts", "--pairs", "--lora_path", "--teachers", "source "))
+            of_training = ("--train_prompts", "--pairs", "--records", "--lora_path", "--teachers", "source ")
+            yield name, not name.startswith(of_training)
 
 
 # ---- the record ------------------------------------------------------------------------------------------------------
