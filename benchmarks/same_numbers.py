@@ -44,12 +44,13 @@ from common.cpu import repair_torchvision
 from common.weights.adapter_files import read_lora
 
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).parents[1]
 FIVE = ("flow_grpo", "grpo_guard", "mix_grpo", "dpo_offline", "diffusion_nft")
 CONTRIB = ("awm", "crd", "dance_grpo", "dgpo", "diffusion_opd", "draft", "flow_dppo", "flow_grpo_ahead", "online_dpo")
-CONTRIB += ("ram", "tempflow_grpo", "v_grpo")
+CONTRIB += ("ram", "sft", "tempflow_grpo", "v_grpo")
 SCRIPTS = (*FIVE, *(f"contrib/{name}" for name in CONTRIB))
 KL_COEF = {"diffusion_nft": 1e-4, "dpo_offline": None}  # offline DPO has no such term
 UPDATES = ["--updates_per_rollout", "4", "--learning_rate", "1e-3"]  # of flow_grpo.py as well, as once
@@ -78,6 +79,7 @@ OWN = {  # options of a script alone, or without one of these
     "contrib/flow_grpo_ahead": f"{ROLLOUT} {WINDOW} --kl_coef 0.04",
     "contrib/online_dpo": f"{ROLLOUT} --kl_coef 0.01",
     "contrib/ram": ROLLOUT,
+    "contrib/sft": "--num_records 4 --micro_batch_size 2 --caption_dropout 0.5",  # and records
     "contrib/tempflow_grpo": f"{ROLLOUT} {WINDOW} --kl_coef 0.04 --branches_per_seed 2",
     "contrib/v_grpo": f"{ROLLOUT} --old_kl_coef 0.1 --pairs_per_prompt 2",
 }
@@ -85,14 +87,15 @@ SHORT = {"resumed": (1, ""), "short-2ranks": (2, ""), "full-2ranks": (2, " --lor
 SETTINGS = (*SHORT, "defaults", "kl-ema-2ranks", "vllm")
 
 
-def settings(teachers):
-    """Yields (script, name of the setting, ranks, [options of each of its runs], tolerance). teachers: their option."""
+def settings(files):
+    """Yields (script, name of the setting, ranks, [options of each of its runs], tolerance). files: by script, the
+    option that names what was written for it."""
     for setting, (ranks, more) in SHORT.items():
         for script in SCRIPTS:
             if script == "contrib/diffusion_opd" and setting == "full-2ranks":
                 continue  # its teachers are LoRAs
             if script != "contrib/flow_grpo_ahead":
-                options = short_options(script, teachers) + more.split()
+                options = short_options(script, files) + more.split()
                 stops = [1, 2] if setting == "resumed" else [2]
                 runs = [[*options, "--num_steps", str(stop)] for stop in stops]
                 for again in runs[1:]:
@@ -114,15 +117,16 @@ def settings(teachers):
             options = ["--rollout", "vllm", "--num_steps", "2", *UPDATES, "--lr_schedule", "constant", "--kl_coef", "0"]
             yield script, "vllm", 1, [options], ENGINE_TOLERANCE
     ahead = "contrib/flow_grpo_ahead"
-    yield ahead, "vllm", 1, [[*short_options(ahead, teachers), "--num_steps", "2"]], ENGINE_TOLERANCE
+    yield ahead, "vllm", 1, [[*short_options(ahead, files), "--num_steps", "2"]], ENGINE_TOLERANCE
 
 
-def short_options(script, teachers):
+def short_options(script, files):
     """The options of a short run."""
-    options = f"{SMALL} {OWN[script]}".split()
-    if script == "contrib/diffusion_opd":
-        options += teachers
-    if script not in ("dpo_offline", "contrib/draft"):
+    options = f"{SMALL} {OWN[script]}".split() + files.get(script, [])
+    if script == "contrib/sft":  # which has no rollout
+        at = options.index("--num_inference_steps")
+        del options[at : at + 2]
+    if script not in ("dpo_offline", "contrib/draft", "contrib/sft"):
         options += ["--rollout", "vllm" if script == "contrib/flow_grpo_ahead" else "local"]
     return options
 
@@ -142,6 +146,17 @@ def write_teachers(work):
         save_file(tensors, path)
         option.append(f"teacher_{seed}={path}")
     return option
+
+
+def write_records(work):
+    """Eight images of even colours and their prompts, made once. Returns the option for them."""
+    lines = []
+    for number in range(8):
+        file = work / f"record_{number}.png"
+        Image.new("RGB", (96, 32), (30 * number, 255 - 20 * number, 128)).save(file)
+        lines.append(json.dumps({"prompt": f'a sign that says "{number}"', "image": file.name}) + "\n")
+    (work / "records.jsonl").write_text("".join(lines))
+    return ["--records", str(work / "records.jsonl")]
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -267,7 +282,7 @@ def main():
     options = parser.parse_args()
     work = Path(options.work).resolve()
     trees = [check_out(commit, work) for commit in (options.before, options.after)]
-    teachers = write_teachers(work)
+    files = {"contrib/diffusion_opd": write_teachers(work), "contrib/sft": write_records(work)}
     repair_torchvision()  # before peft is imported beside a CPU build of torch
     for name in LIBRARIES:
         importlib.import_module(name)
@@ -275,7 +290,7 @@ def main():
     print(f"# {trees[0][0].name} against {trees[1][0].name}, torch {torch.__version__}")
     print("| script | setting | metrics | largest difference | weights | largest difference | verdict |")
     print("|---|---|---|---|---|---|---|")
-    for script, setting, ranks, runs, tolerance in settings(teachers):
+    for script, setting, ranks, runs, tolerance in settings(files):
         if script not in options.scripts or setting not in options.settings:
             continue
         folders = []

@@ -447,6 +447,35 @@ def run_of_noised(
     return run.expected
 
 
+# ---- records ---------------------------------------------------------------------------------------------------------
+def run_of_records(run: Run, records: list[tuple[str, Tensor]], num_records: int, caption_dropout: float) -> Expected:
+    """records: (prompt, its image (1, 4)). With --loss_weighting cosmap, and the model's own schedule as the shift."""
+    o = run.o
+    run.sampler = run.sampler_of(len(records), num_records, 1)
+    run.end_step({}, o.eval_guidance_scale)
+    for number in range(1, o.num_steps + 1):
+        rows, _, _ = run.sampler.draw()
+        losses, errors, levels, num_dropped = [], [], [], 0
+        for n, row in enumerate(rows.tolist()):
+            prompt, x0 = records[row]
+            generator = torch.Generator().manual_seed(image_seed(o.seed, number, n))
+            s = torch.randn((), generator=generator).sigmoid().double() ** 1.5  # toy_family's schedule
+            if torch.rand((), generator=generator) < caption_dropout:
+                prompt, num_dropped = "", num_dropped + 1
+            eps = torch.randn(1, 4, generator=generator).double()
+            x_s = (1 - s) * x0.double() + s * eps
+            v = velocity(o, run.trained, x_s, s, codes([prompt]))
+            errors.append(((v - (eps - x0.double())) ** 2).mean())
+            losses.append(2 / (math.pi * (s**2 + (1 - s) ** 2)) * errors[-1])
+            levels.append(s)
+        loss = sum(losses) / num_records
+        metrics = run.optimizer_step(loss, o.num_steps)
+        metrics |= {"actor/loss": loss.item(), "actor/error": sum(errors).item() / num_records}
+        metrics |= {"actor/sigma": sum(levels).item() / num_records, "actor/dropped_prompts": num_dropped / num_records}
+        run.end_step(metrics, o.eval_guidance_scale)
+    return run.expected
+
+
 # ---- pairs -----------------------------------------------------------------------------------------------------------
 def run_of_pairs(run: Run, pairs: list[tuple[str, Tensor, Tensor]]) -> Expected:
     """pairs: (prompt, the chosen image (1, 4), the rejected one)."""

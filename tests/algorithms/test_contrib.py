@@ -70,6 +70,7 @@ PARENTS = {
     "contrib/flow_grpo_ahead.py": "flow_grpo.py",
     "contrib/online_dpo.py": "contrib/dgpo.py",
     "contrib/ram.py": "diffusion_nft.py",
+    "contrib/sft.py": "dpo_offline.py",
     "contrib/tempflow_grpo.py": "flow_grpo.py",
     "contrib/v_grpo.py": "contrib/awm.py",
 }
@@ -125,6 +126,20 @@ DIFFERENT = {
     "contrib/flow_grpo_ahead.py": {"check", "policy_names", "main"},
     "contrib/online_dpo.py": {"workload", "check", "compute_advantages", "accumulate_gradients", "main"},
     "contrib/ram.py": {"workload", "Batch", "policy_names", "accumulate_gradients", "update", "main"},
+    "contrib/sft.py": {
+        "check",
+        "workload",
+        "prepare",
+        "make_request",
+        "encode_drawn",
+        "draw_training_noise",
+        "policy_names",
+        "load_policy",
+        "flow_matching_errors",
+        "update",
+        "evaluate",
+        "main",
+    },
     "contrib/tempflow_grpo.py": {"check", "accumulate_gradients", "main"},
     "contrib/v_grpo.py": {
         "workload",
@@ -164,6 +179,7 @@ DIFFERENT_OPTIONS = {
     "contrib/flow_grpo_ahead.py": set(),
     "contrib/online_dpo.py": {"group_size"},
     "contrib/ram.py": {"decay_schedule", "old_decay"},
+    "contrib/sft.py": {"cache", "guidance_scale", "num_steps", "micro_batch_size"},
     "contrib/tempflow_grpo.py": {"sde_window_range", "kl_coef", "num_steps", "updates_per_rollout", "learning_rate"},
     "contrib/v_grpo.py": {"clip_range", "old_kl_coef", "micro_batch_size", "learning_rate"},
 }
@@ -186,7 +202,7 @@ def test_a_script_changes_its_parent_by_its_algorithm_alone(script):
 def test_no_option_is_unread_or_declared_again(script):
     assert unread_options(script) == []
     again = own_options(script).keys() & shared_options().keys()
-    if script == "contrib/draft.py":  # which needs a reward with a gradient
+    if script in ("contrib/draft.py", "contrib/sft.py"):  # which needs a reward with a gradient, or may do without
         again -= {"reward"}
     assert again - {"lr_schedule"} == {"name", "num_steps", "micro_batch_size"}  # one has its parent's cosine
 
@@ -1098,7 +1114,7 @@ def assert_seed_and_adam(run, num_steps):
 ON_TWO_RANKS = [f"contrib/{name}.py" for name in ("crd", "dgpo", "diffusion_opd", "online_dpo", "ram", "v_grpo")]
 
 
-@pytest.mark.parametrize("script", [script for script in SCRIPTS if script != "contrib/draft.py"])
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if script not in ("contrib/draft.py", "contrib/sft.py")])
 def test_a_script_runs_and_on_two_ranks_as_on_one(tmp_path, script):
     """With the same images and the same first update, as the groups that a loss takes are whole on every rank. The
     seed and Adam's options are not the defaults: each script's own `main` hands them on."""

@@ -91,11 +91,16 @@ CASES: dict[str, tuple[dict[str, Any], Loop]] = {
         without(NOISED, "kl_coef") | {"reward_multiplier": 2},
         lambda run: noised(run, by_hand.ram_loss, 0.5),
     ),
+    "contrib/sft.py": (
+        GUIDED | {"num_records": 8, "caption_dropout": 0.4, "loss_weighting": "cosmap"},
+        lambda run: by_hand.run_of_records(run, [pair[:2] for pair in PAIRS], num_records=8, caption_dropout=0.4),
+    ),
     "contrib/tempflow_grpo.py": (
         RATIOS | {"branches_per_seed": 2, "weight_scale": 2.25},
         lambda run: ratios(run, by_hand.tempflow_loss, **PARTED),
     ),
 }
+OFFLINE = ("dpo_offline.py", "contrib/sft.py")  # without a rollout and, in training, a reward
 # of contrib/, whose loops are not written by hand
 OTHERS: dict[str, dict[str, Any]] = {
     "contrib/crd.py": NOISED | {"updates_per_rollout": 1, "micro_batch_size": 4},  # of whole groups
@@ -122,20 +127,25 @@ def options_of(script: str, folder: Path, **changes: Any) -> list[str]:
     options = SHARED | files | {"family": f"{TOY}:Toy", "reward": f"{TOY}:closeness", "micro_batch_size": 2}
     options["eval_reward"] = f"{TOY}:farness"
     options |= (CASES[script][0] if script in CASES else OTHERS[script]) | changes
-    if script == "dpo_offline.py":
-        options |= {"pairs": write_pairs(folder), "cache": folder / "cache"}
+    if script in OFFLINE:
+        pairs, records = write_pairs(folder)
+        given = {"records": records} if script == "contrib/sft.py" else {"pairs": pairs}
+        options |= given | {"cache": folder / "cache"}
     return [word for name, value in options.items() for word in (f"--{name}", *str(value).split())]
 
 
-def write_pairs(folder: Path) -> Path:
-    lines = []
+def write_pairs(folder: Path) -> tuple[Path, Path]:
+    """Files of the PAIRS, and of the chosen images as records."""
+    pairs, records = [], []
     for n, (prompt, *images) in enumerate(PAIRS):
         names = f"{n}_chosen.png", f"{n}_rejected.png"
         for name, x0 in zip(names, images, strict=True):
             to_images(x0.view(1, 1, 2, 2))[0].save(folder / name)
-        lines.append(json.dumps({"prompt": prompt, "chosen": names[0], "rejected": names[1]}) + "\n")
-    (folder / "pairs.jsonl").write_text("".join(lines))
-    return folder / "pairs.jsonl"
+        pairs.append(json.dumps({"prompt": prompt, "chosen": names[0], "rejected": names[1]}) + "\n")
+        records.append(json.dumps({"prompt": prompt, "image": names[0]}) + "\n")
+    (folder / "pairs.jsonl").write_text("".join(pairs))
+    (folder / "records.jsonl").write_text("".join(records))
+    return folder / "pairs.jsonl", folder / "records.jsonl"
 
 
 def lora_of_file(folder: Path) -> Policy:
@@ -228,7 +238,7 @@ def test_a_run_is_that_by_hand(script, tmp_path, expected):
     assert not (tmp_path / "runs" / "only" / "best_adapter").exists()
 
 
-@pytest.mark.parametrize("script", [script for script in CASES if script != "dpo_offline.py"])
+@pytest.mark.parametrize("script", [script for script in CASES if script not in OFFLINE])
 def test_with_nothing_to_learn_no_weight_moves(script, tmp_path, start):
     """Not by AdamW's decay either: a gradient of 0 is no optimizer step."""
     options = options_of(script, tmp_path, name="run", num_steps=1, reward=constant_reward(tmp_path))
@@ -294,7 +304,7 @@ class EngineByHand:
         self.is_open = False
 
 
-@pytest.mark.parametrize("script", [script for script in CASES if script != "dpo_offline.py"])
+@pytest.mark.parametrize("script", [script for script in CASES if script not in OFFLINE])
 def test_a_run_with_an_engine_is_that_by_hand(script, tmp_path, monkeypatch, start):
     """Its samples are weighted by --rollout_correction, where a script has that."""
     monkeypatch.setattr(client, "VLLMEngine", EngineByHand)

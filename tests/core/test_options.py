@@ -276,11 +276,11 @@ NO_TRAINING = ["--eval_only", "True", "--max_prompts", 2, "--train_prompts", "no
     [
         *("flow_grpo.py", "diffusion_nft.py", "dpo_offline.py"),
         *("contrib/crd.py", "contrib/dgpo.py", "contrib/diffusion_opd.py", "contrib/draft.py"),
-        *("contrib/online_dpo.py", "contrib/ram.py", "contrib/v_grpo.py"),
+        *("contrib/online_dpo.py", "contrib/ram.py", "contrib/sft.py", "contrib/v_grpo.py"),
     ],
 )
 def test_an_evaluation_alone_needs_no_training_prompts_and_cuts_no_mini_batches(tmp_path, capfd, monkeypatch, script):
-    """Nor pairs, passes of whole groups, a reference, teachers or a reward's gradient.
+    """Nor pairs, records, passes of whole groups, a reference, teachers or a reward's gradient.
 
     Without a start there is no drift: it would be 0.
     """
@@ -291,10 +291,11 @@ def test_an_evaluation_alone_needs_no_training_prompts_and_cuts_no_mini_batches(
         add_policies(model, lora, names, seed)
 
     monkeypatch.setattr(start, "add_policies", added)
-    local = [] if script in ("dpo_offline.py", "contrib/draft.py") else ["--rollout", "local"]
+    local = [] if script in ("dpo_offline.py", "contrib/draft.py", "contrib/sft.py") else ["--rollout", "local"]
     own = {
         "dpo_offline.py": ["--pairs", "nowhere.jsonl"],
         "contrib/draft.py": ["--reward", "ocr"],
+        "contrib/sft.py": ["--reward", "ocr", "--records", "nowhere.jsonl"],
         "contrib/diffusion_opd.py": ["--teachers", "a=nowhere"],
     }
     assert run_here(tmp_path, script, "--name", "look", *NO_TRAINING, *local, *own.get(script, [])) is None

@@ -547,6 +547,12 @@ CHANGED = [
     ("contrib/diffusion_opd.py", {"teachers": ("a=x", "b=y")}, {"frozen_adapters": 2, "acting_passes": 2}),
     ("contrib/draft.py", {"gradient_steps": 2}, {"sampled_steps": 1, "trained_steps": 2, "chained_steps": 2}),
     ("contrib/draft.py", {"method": "refl", "refl_range": (0, 2)}, {"sampled_steps": 1, "policies": ("default",)}),
+    (
+        "contrib/sft.py",
+        {"guidance_scale": 4.0, "ema_decay": 0.9},
+        {"sampled_steps": 0, "trained_steps": 1, "acting_passes": 0, "policies": ("default", "ema"), "num_images": 64}
+        | {"micro_batch_images": 64, "guidance_scale": 4.0, "trained_guidance": 1.0},
+    ),
 ]
 
 
