@@ -185,7 +185,7 @@ def prepare(args: Args) -> Inputs:
     family = find_family(args.model, height, width, args.num_frames, args.guidance_scale, length, args.family)
     if family.makes_videos:
         raise ValueError(f"--model {args.model}: makes videos, and contrib/sft.py takes records of images")
-    if family.num_sources[0] and not args.eval_only:
+    if family.num_sources[0]:
         raise ValueError(f"--model {args.model}: edits pictures, and a record of contrib/sft.py has no picture to edit")
     lora = make_lora(
         family,
@@ -258,7 +258,8 @@ def draw_sigma(args: Args, schedule: list[float], generator: torch.Generator) ->
     In Python's fp64: an image's number does not depend on which others are drawn.
     """
     if args.timestep_sampling == "logit_normal":  # eq. 19
-        s = 1 / (1 + math.exp(-args.logit_mean - args.logit_std * torch.randn((), generator=generator).item()))
+        normal = args.logit_mean + args.logit_std * torch.randn((), generator=generator).item()
+        s = (1 + math.tanh(normal / 2)) / 2  # its sigmoid
     else:
         s = torch.rand((), generator=generator).item()
     if args.timestep_sampling == "mode":  # eq. 20

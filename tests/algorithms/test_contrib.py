@@ -1114,7 +1114,9 @@ def assert_seed_and_adam(run, num_steps):
 ON_TWO_RANKS = [f"contrib/{name}.py" for name in ("crd", "dgpo", "diffusion_opd", "online_dpo", "ram", "v_grpo")]
 
 
-@pytest.mark.parametrize("script", [script for script in SCRIPTS if script not in ("contrib/draft.py", "contrib/sft.py")])
+@pytest.mark.parametrize(
+    "script", [script for script in SCRIPTS if script not in ("contrib/draft.py", "contrib/sft.py")]
+)
 def test_a_script_runs_and_on_two_ranks_as_on_one(tmp_path, script):
     """With the same images and the same first update, as the groups that a loss takes are whole on every rank. The
     seed and Adam's options are not the defaults: each script's own `main` hands them on."""

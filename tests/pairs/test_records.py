@@ -105,11 +105,15 @@ def test_latents_and_conditioning_are_the_models_own(one_rank, folder, tmp_path,
     assert encoded[0].row == encoded[2].row  # a record that stands twice is encoded once
 
 
-def test_a_record_is_encoded_again_only_where_it_or_the_size_has_changed(one_rank, folder, tmp_path, model, monkeypatch):
+def test_a_record_is_encoded_again_only_where_it_or_the_size_has_changed(
+    one_rank, folder, tmp_path, model, monkeypatch
+):
     encoded = []
     own = records_on_disk.encode_part
     monkeypatch.setattr(
-        records_on_disk, "encode_part", lambda model, part, *more: encoded.extend(part.values()) or own(model, part, *more)
+        records_on_disk,
+        "encode_part",
+        lambda model, part, *more: encoded.extend(part.values()) or own(model, part, *more),
     )
     records = read_image_records(folder(A, B, {**B, "prompt": "another"}))
     for rows, expected in (({0}, [records[0]]), ({0, 1, 2}, records[1:]), ({0, 1, 2}, [])):
