@@ -2,6 +2,7 @@
 
 from common.models.family import (
     ENCODERS,
+    PROMPTS_AT_ONCE,
     Conditioning,
     Config,
     Family,
@@ -32,6 +33,7 @@ __all__ = [
     "ENCODERS",
     "Family",
     "PIXELS_AT_ONCE",
+    "PROMPTS_AT_ONCE",
     "Schedule",
     "Shapes",
     "check_reachable",

@@ -13,7 +13,7 @@ from common.distributed import gather_objects, on_rank_0, with_bar
 from common.errors import error_prefix
 from common.files import atomic_file, remove_stale
 from common.files.pictures import DECODING
-from common.models import Family, encoders_key, hash_bits
+from common.models import PROMPTS_AT_ONCE, Family, encoders_key, hash_bits
 from common.pairs.pair_files import refusing_alone
 from common.pairs.record_files import ImageRecord
 
@@ -42,8 +42,8 @@ def encode_records(
     """Encode those records, of `rows`, that `folder` lacks: the image's latents and the prompt's conditioning.
 
     A record's key covers its prompt and its file's bytes. The name of the folder below `folder` covers the size, the
-    VAE's bits, and what embeddings depend on (`encoders_key`). Each record is encoded alone, so that its numbers do not
-    depend on which others are. Returns the records by row. A collective: a rank reads the images of its share alone.
+    VAE's bits, and what embeddings depend on (`encoders_key`). Returns the records by row. A collective: a rank reads
+    the images of its share alone.
 
     Raises:
         RunError: naming an image that cannot be read.
@@ -79,17 +79,24 @@ def record_key(prompt: str, content: bytes) -> str:
 def encode_part(
     model: Family, records: dict[str, ImageRecord], place: Path, image_size: tuple[int, int], max_sequence_length: int
 ) -> None:
-    """Write a file of some records, by their keys."""
-    encoded: dict[str, list[torch.Tensor]] = {}
+    """Write a file of some records, by their keys.
+
+    Images are encoded one by one, and prompts in full batches, the last filled up with a prompt that is left out again:
+    on a CPU the bits of a record do not depend on which others are encoded.
+    """
+    latents = []
     for record in records.values():
         with refusing_alone():
             image = record.image.decode()
-        tensors = {"latents": model.encode_images([image], *image_size)}
-        tensors |= model.encode(PromptSet([record.prompt], [{}]), max_sequence_length, image_size)
-        for name, tensor in tensors.items():
-            encoded.setdefault(name, []).append(tensor.cpu())
-    content = {"keys": list(records), "tensors": {name: torch.cat(parts) for name, parts in encoded.items()}}
-    file = place / f"{hashlib.blake2b(repr(content['keys']).encode(), digest_size=16).hexdigest()}.pt"
+        latents.append(model.encode_images([image], *image_size).cpu())
+    prompts = [record.prompt for record in records.values()]
+    filled = prompts + prompts[:1] * (-len(prompts) % PROMPTS_AT_ONCE)
+    conditioning = model.encode(PromptSet(filled, [{}] * len(filled)), max_sequence_length, image_size)
+    tensors = {"latents": torch.cat(latents)}
+    for name, tensor in conditioning.items():
+        tensors[name] = tensor[: len(prompts)].cpu().clone()  # torch.save would write all rows of a view
+    file = place / f"{hashlib.blake2b(repr(list(records)).encode(), digest_size=16).hexdigest()}.pt"
+    content = {"keys": list(records), "tensors": tensors}
     with atomic_file(file, shared=True) as temporary, open(temporary, "wb") as opened:
         torch.save(content, opened)
 

@@ -101,8 +101,21 @@ def test_latents_and_conditioning_are_the_models_own(one_rank, folder, tmp_path,
     for row, of in enumerate((1, 0, 1)):
         assert torch.equal(latents[row], model.encode_images([images[of]], 32, 96)[0])
         for name, tensor in model.encode_prompts([records[of].prompt], 16).items():
-            assert torch.equal(conditioning[name][row], tensor[0]), name
+            torch.testing.assert_close(conditioning[name][row], tensor[0])
     assert encoded[0].row == encoded[2].row  # a record that stands twice is encoded once
+
+
+def test_the_bits_of_a_record_do_not_depend_on_the_others(one_rank, folder, tmp_path, model):
+    """Of 40 with other prompts, the last eight are a batch that is filled up."""
+    records = read_image_records(folder(*({**A, "prompt": f"red {number}"} for number in range(40))))
+    together = encode(model, records, range(40), tmp_path / "together")
+    for row in (0, 33, 39):
+        alone = encode(model, records, {row}, tmp_path / f"alone {row}")[row]
+        assert len(alone.tensors["latents"]) == 1
+        for name, tensor in together[row].tensors.items():
+            assert torch.equal(tensor[together[row].row], alone.tensors[name][0]), name
+    [file] = (tmp_path / "alone 0").rglob("*.pt")
+    assert file.stat().st_size < 2 * sum(tensor.nbytes for tensor in alone.tensors.values()) + 5000  # one row of each
 
 
 def test_a_record_is_encoded_again_only_where_it_or_the_size_has_changed(
@@ -165,7 +178,7 @@ def test_ranks_share_the_records_and_encode_each_once(folder, tmp_path, monkeypa
     monkeypatch.setattr(records_on_disk, "RECORDS_OF_A_FILE", 2)
     fake = SimpleNamespace(picture_tensors=lambda: [torch.ones(2)], pipe=SimpleNamespace(components={}))
     fake.encode_images = lambda images, *size: torch.full((1, 2), float(images[0].getpixel((0, 0))[0]))
-    fake.encode = lambda prompts, *sizes: encoded.append(prompts.prompts[0]) or {"c": torch.ones(1, 3)}
+    fake.encode = lambda prompts, *sizes: encoded.extend(set(prompts.prompts)) or {"c": torch.ones(len(prompts), 3)}
     monkeypatch.setattr(records_on_disk, "encoders_key", lambda model: "key")
     found, _ = on_ranks(monkeypatch, 2, lambda rank: encode(fake, records, {0, 2, 3, 4}, tmp_path / "cache"))
     assert found[0].keys() == found[1].keys() == {0, 2, 3, 4}
