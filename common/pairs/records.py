@@ -103,7 +103,7 @@ def encode_part(
 
 def find_encoded(files: Iterable[Path]) -> dict[str, EncodedRecord]:
     """The records of files by their keys. Their tensors are read from the disk where they are used."""
-    found = {}
+    found: dict[str, EncodedRecord] = {}
     for file in sorted(files):
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         found |= {key: EncodedRecord(content["tensors"], row) for row, key in enumerate(content["keys"])}
