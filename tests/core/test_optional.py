@@ -17,7 +17,7 @@ from PIL import Image
 # part -> options of a run that asks for it
 PARTS = {
     "engine": ["--rollout=vllm"],
-    "pairs": None,  # dpo_offline.py's alone
+    "pairs": None,  # of dpo_offline.py and contrib/sft.py alone
     "plan": ["--micro_batch_size", "0"],
     "files/parquet.py": ["--train_prompts", "prompts.parquet"],
     "files/pictures.py": ["--train_prompts", "edits.jsonl"],

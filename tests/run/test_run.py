@@ -593,7 +593,7 @@ def test_a_run_keeps_the_users_code_and_digests_of_what_it_reads(tmp_path, monke
     assert contents.keys() == {*(f"code/{name}" for name in kept), "--model model", "--eval_prompts p.txt"}
     # an evaluation alone reads no training prompts, so it does not call their function either
     alone = options | {"eval_only": True, "train_prompts": "no_such.py:function", "pairs": "p.txt"}
-    alone |= {"teachers": ("a=p.txt",)}
+    alone |= {"teachers": ("a=p.txt",), "records": ("p.txt",)}
     assert find_contents(alone, code).keys() == contents.keys()
     expected = hashlib.blake2b(b"a sign\n", digest_size=16).hexdigest()
     assert contents["--eval_prompts p.txt"] == f"7 bytes, blake2b {expected}"
@@ -604,6 +604,13 @@ def test_a_run_keeps_the_users_code_and_digests_of_what_it_reads(tmp_path, monke
         contents = find_contents(options, code)
     (tmp_path / "model" / "a.safetensors").write_bytes(bytes(3 * 2**20 - 1) + b"1")
     assert list(changed_contents(contents, find_contents(options, code))) == [("--model model", True)]
+
+    # records may name another field; scores do not depend on what is trained on
+    before = find_contents({"records": ("p.txt:caption",)})
+    assert list(before) == ["--records p.txt:caption"]
+    (tmp_path / "p.txt").write_text("one more")
+    after = find_contents({"records": ("p.txt:caption",)})
+    assert list(changed_contents(before, after)) == [("--records p.txt:caption", False)]
 
     # packages below the folder that others have imported are not the reward's
     package = tmp_path / "src" / "package.py"
