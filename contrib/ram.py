@@ -21,12 +21,16 @@ value at l = 1. So it reaches p* to first order in eta, and exactly where the de
 with a linear reward. At v_old = v its gradient is that of mean((v - v_ref)^2) + eta A mean((v - v_target)^2): AWM's,
 unclipped, with the factor 1 / eta of its KL.
 
-We read the equations of the paper, and about its code (AndreasBergmeister/ram), not the code itself. Departures:
+We read the equations of the paper and two accounts of its code (AndreasBergmeister/ram), not the code itself. What they
+tell of the code, and our defaults, which are DiffusionNFT's:
+  - `old` keeps min(0.01 k, 0.9) of itself after rollout k (--decay_schedule ramp_to_0_9); ours 0.9 from the first.
+  - A is not clamped, and divided by the deviation of all rewards (--adv_clip_max 0); ours is clamped to 5.
+  - Each image is trained at 8 continuous timesteps of density p(t) = 2 t (--linear_timesteps 8); ours at the sampling
+    schedule's.
+  - eta is 100 for GenEval and OCR; gradients are not clipped; rollouts have guidance, the three velocities have not.
+Departures from the paper:
   - Eq. 17 has v in the target, without gradient. v_old in its place, as well as sampling with `old`, are the code's.
     With --decay_schedule copy --updates_per_rollout 1 both are the same.
-  - We do not know how fast the code's `old` follows; ours keeps 0.9 of itself after every rollout.
-  - Nor do we know whether the code clamps A, or divides A by the deviation of a group or of all rewards, and which
-    timesteps it draws. All three are DiffusionNFT's here.
   - As in the paper's main loss, the gradient of the path cost is left out; its section 5 has variants that keep it.
 
 Parent: diffusion_nft.py
@@ -97,18 +101,21 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
 
     # ---- algorithm
     reward_multiplier: PositiveFloat = 3.0
-    """eta, the factor of A in the target (RAM's README: 50); the KL to the model before training costs 1 / eta"""
+    """eta, the factor of A in the target (RAM's code: 100); the KL to the model before training costs 1 / eta"""
     timestep_fraction: Annotated[float, Bound(above=0, at_most=1)] = 1.0
     """share of the sampling schedule's timesteps that every image is trained at"""
-    decay_schedule: Literal["copy", "linear_to_0_5", "delayed_linear_to_0_999", "fixed"] = "fixed"
+    linear_timesteps: NonNegativeInt = 0
+    """K: instead every image is trained at K continuous timesteps of density p(t) = 2 t (RAM's code: 8); 0: none"""
+    decay_schedule: Literal["copy", "linear_to_0_5", "delayed_linear_to_0_999", "fixed", "ramp_to_0_9"] = "fixed"
     """the d of old = d old + (1 - d) trained after k optimizer steps. copy: 0; linear_to_0_5: min(0.001 k, 0.5);
-    delayed_linear_to_0_999: 0 up to k = 75, then min(0.0075 (k - 75), 0.999); fixed: old_decay"""
+    delayed_linear_to_0_999: 0 up to k = 75, then min(0.0075 (k - 75), 0.999); fixed: old_decay; ramp_to_0_9, RAM's:
+    min(0.01 n, 0.9) after rollout n"""
     old_decay: Annotated[float, Bound(at_least=0, below=1)] = 0.9
     """d of the schedule `fixed`, from 0 (copy) to below 1"""
     update_interval: PositiveInt = 1
     """rollouts between two updates of `old`"""
-    adv_clip_max: PositiveFloat = 5.0
-    """advantages are clamped to +- this"""
+    adv_clip_max: NonNegativeFloat = 5.0
+    """advantages are clamped to +- this; 0: not at all (RAM's code)"""
     scale_rewards: Literal["batch", "group", "none"] = "batch"
     """divide advantages by the deviation of the rollout's rewards (batch), of the group's, or not at all (Dr.GRPO)"""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
@@ -148,13 +155,19 @@ def workload(args: Args) -> Workload:
         num_images=args.num_prompts * args.group_size,
         num_prompts=args.num_prompts,
         sampled_steps=args.num_inference_steps,
-        trained_steps=int(args.timestep_fraction * args.num_inference_steps) or 1,
+        trained_steps=num_trained_timesteps(args),
         policies=tuple(policy_names(args)),
         acting_passes=2,  # `old`'s, and the reference's
         updates=args.updates_per_rollout,
         epochs=args.epochs_per_rollout,
         acting_epochs=args.epochs_per_rollout,  # on noise that each epoch draws again
     )
+
+
+def num_trained_timesteps(args: Args) -> int:
+    """K, the timesteps at which each image is trained."""
+    # truncated, as in DiffusionNFT's code: 0.99 of 10 timesteps are 9
+    return args.linear_timesteps or max(1, int(args.timestep_fraction * args.num_inference_steps))
 
 
 def prepare(args: Args) -> Inputs:
@@ -218,20 +231,23 @@ def make_request(
 
 
 def draw_training_noise(args: Args, batch: "Batch", step: int, epoch: int) -> tuple[Tensor, Tensor]:
-    """For each of B images K timesteps of the sampling schedule, (B, K), and fresh noise, (B, K, ...).
+    """For each of B images K timesteps, (B, K), of the sampling schedule or continuous, and fresh noise, (B, K, ...).
 
     Seeded by (seed, step, epoch, global image index), apart from the rollout's noise: the same on any number of ranks.
     """
     request = batch.request
-    # truncated, as in the paper's code: 0.99 of 10 timesteps are 9
-    num_timesteps = max(1, int(args.timestep_fraction * args.num_inference_steps))  # K
+    num_timesteps = num_trained_timesteps(args)  # K
     purpose = f"{step} update" if epoch == 0 else f"{step} update {epoch}"  # in the seed, in the step's place
     timesteps = []
     noise = []
     for index in batch.image_index.tolist():
         generator = torch.Generator().manual_seed(image_seed(args.seed, purpose, index))
-        chosen = torch.randperm(len(request.timesteps), generator=generator)[:num_timesteps]
-        timesteps.append(request.timesteps[chosen])
+        if args.linear_timesteps:
+            uniform = 1 - torch.rand(num_timesteps, generator=generator, dtype=torch.float64)  # in (0, 1]
+            timesteps.append((1000 * uniform.sqrt()).to(request.timesteps))  # p(t) = 2 t of t / 1000
+        else:
+            chosen = torch.randperm(len(request.timesteps), generator=generator)[:num_timesteps]
+            timesteps.append(request.timesteps[chosen])
         noise.append(torch.randn(num_timesteps, *request.latent_shape, generator=generator))
     return torch.stack(timesteps).to(batch.x0.device), torch.stack(noise)
 
@@ -278,10 +294,12 @@ def old_policy_decay(decay_schedule: str, old_decay: float, k: int) -> float:
     return old_decay
 
 
-def follow_trained(args: Args, model: Family) -> float:
-    """Let `old` follow the trained policy (Algorithm 1, line 14). Returns the decay d."""
+def follow_trained(args: Args, model: Family, step: int) -> float:
+    """Let `old` follow the trained policy after a rollout (Algorithm 1, line 14). Returns the decay d."""
     k = model.num_updates  # optimizer steps taken so far
     decay = old_policy_decay(args.decay_schedule, args.old_decay, k)
+    if args.decay_schedule == "ramp_to_0_9":  # counts rollouts
+        decay = min(0.01 * step, 0.9)
     follow(model, "old", decay)
     return decay
 
@@ -632,7 +650,8 @@ def main(args: Args, inputs: Inputs) -> None:
         # compare the images of a prompt (Flow-GRPO, eq. 4); a failed image, or one without others, gets 0
         with run.timed("adv"):
             filled, is_compared = fill_failed(scores, inputs.rewards, args.group_size)  # (N, R), (N,)
-            advantages = combine_advantages(args, filled, args.adv_clip_max).where(is_compared, 0.0)  # (N,)
+            adv_clip_max = args.adv_clip_max or math.inf
+            advantages = combine_advantages(args, filled, adv_clip_max).where(is_compared, 0.0)  # (N,)
             metrics = reward_metrics(scores, advantages, inputs.rewards, args.reward_weights, args.group_size)
             metrics |= log_rollout(args, run, scorer, sampler, seeds=seeds, scores=scores, advantages=advantages)
 
@@ -646,7 +665,7 @@ def main(args: Args, inputs: Inputs) -> None:
         # `old` follows, and the next rollout samples with it (line 14)
         with run.timed("update_weights"):
             if step % args.update_interval == 0:
-                metrics["old_policy/decay"] = follow_trained(args, model)
+                metrics["old_policy/decay"] = follow_trained(args, model, step)
             if engine:
                 engine.push_policy(model, "old")
 

@@ -125,7 +125,16 @@ DIFFERENT = {
     "contrib/flow_dppo.py": {"policy_loss", "accumulate_gradients", "find_old_policy", "main"},
     "contrib/flow_grpo_ahead.py": {"check", "policy_names", "main"},
     "contrib/online_dpo.py": {"workload", "check", "compute_advantages", "accumulate_gradients", "main"},
-    "contrib/ram.py": {"workload", "Batch", "policy_names", "accumulate_gradients", "update", "main"},
+    "contrib/ram.py": {
+        "workload",
+        "draw_training_noise",
+        "policy_names",
+        "follow_trained",
+        "Batch",
+        "accumulate_gradients",
+        "update",
+        "main",
+    },
     "contrib/sft.py": {
         "check",
         "workload",
@@ -178,7 +187,7 @@ DIFFERENT_OPTIONS = {
     "contrib/flow_dppo.py": {"clip_range", "kl_coef", "num_steps"},
     "contrib/flow_grpo_ahead.py": set(),
     "contrib/online_dpo.py": {"group_size"},
-    "contrib/ram.py": {"decay_schedule", "old_decay"},
+    "contrib/ram.py": {"decay_schedule", "old_decay", "adv_clip_max"},
     "contrib/sft.py": {"cache", "guidance_scale", "num_steps", "micro_batch_size"},
     "contrib/tempflow_grpo.py": {"sde_window_range", "kl_coef", "num_steps", "updates_per_rollout", "learning_rate"},
     "contrib/v_grpo.py": {"clip_range", "old_kl_coef", "micro_batch_size", "learning_rate"},
@@ -576,6 +585,31 @@ def test_ram_rests_at_the_tilted_gaussian(mean, rests):
         loss.backward()
         along = [v_now.grad.sum().item(), (v_now.grad * x_t).sum().item()]
         assert (along == pytest.approx([0, 0], abs=1e-12)) == rests
+
+
+@pytest.mark.fast
+def test_ram_in_its_authors_regime():
+    """`old` ramps by rollouts, advantages are not clamped, and timesteps are continuous, twice as often near 1 (2 t)."""
+    request = SimpleNamespace(timesteps=torch.tensor([1000.0, 500.0]), latent_shape=(1,))
+    batch = SimpleNamespace(request=request, image_index=torch.arange(500), x0=torch.zeros(500, 1))
+    args = ram.Args(linear_timesteps=8)
+    timesteps, noise = ram.draw_training_noise(args, batch, step=3, epoch=0)
+    again, _ = ram.draw_training_noise(args, SimpleNamespace(**vars(batch) | {"image_index": torch.tensor([7])}), 3, 0)
+    assert timesteps.shape == (500, 8) and noise.shape == (500, 8, 1)
+    assert torch.equal(again[0], timesteps[7])  # on any number of ranks
+    sigma = timesteps.double() / 1000
+    assert 0 < sigma.min() and sigma.max() <= 1
+    for limit in (0.25, 0.5, 0.75):  # P(t < limit) = limit^2, at most four deviations off
+        share = (sigma < limit).double().mean().item()
+        assert abs(share - limit**2) < 4 * (limit**2 * (1 - limit**2) / sigma.numel()) ** 0.5
+    assert ram.workload(args).trained_steps == 8
+
+    followed = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ram, "follow", lambda model, name, decay: followed.append((name, decay)))
+        for step in (1, 40, 90, 200):
+            ram.follow_trained(ram.Args(decay_schedule="ramp_to_0_9"), SimpleNamespace(num_updates=4 * step), step)
+    assert followed == [("old", pytest.approx(decay)) for decay in (0.01, 0.4, 0.9, 0.9)]
 
 
 @pytest.mark.fast
