@@ -40,6 +40,7 @@ from common.options import (
     RatioArgs,
     lr_factor,
 )
+from common.redraw import StepRollouts
 from common.rewards import load_rewards, with_preservation
 from common.rollout import RolloutRequest, Trajectories
 from common.run import (
@@ -266,7 +267,8 @@ def policy_names(args: Args) -> list[str]:
 
 def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
     """The pipeline and its policies, sharded; and the parameters that are trained."""
-    prompts = inputs.drawn_prompts(args.num_steps, args.num_prompts, args.order_seed, args.negative_prompt)
+    num_prompts = args.num_prompts * args.max_rollouts  # at most, in a step
+    prompts = inputs.drawn_prompts(args.num_steps, num_prompts, args.order_seed, args.negative_prompt)
     model = load_policies(args, inputs.family, inputs.lora, policy_names(args), prompts, device)
     shard(args, model, device)
     return model, [p for p in model.transformer.parameters() if p.requires_grad]
@@ -452,9 +454,9 @@ def find_old_policy(
     """
     ones = torch.ones_like(trajectories.log_probs)  # (B, W)
     sampled = OldPolicy(trajectories.log_probs, trajectories.prev_sample_means, ones)
-    if engine is None and args.rollout_batch_size in (0, args.micro_batch_size):
+    if engine is None and args.rollout_batch_size in (0, args.micro_batch_size) and args.max_rollouts == 1:
         return sampled, {}
-    if engine is None:  # larger batches round otherwise
+    if engine is None:  # other batches round otherwise
         recomputed = recompute_log_probs(args, model, request, trajectories)
         return OldPolicy(recomputed.log_probs, recomputed.prev_sample_means, ones), {}
     from common.engine import check_mismatch, rollout_weights
@@ -704,6 +706,8 @@ def main(args: Args, inputs: Inputs) -> None:
     choose_adam_kernel(optimizer, model)  # foreach for a LoRA; on a GPU fused for full weights
     parts = inputs.train_set.parts  # (number of prompts, share): of each file with --train_shares, else of all
     sampler = GroupSampler(parts, args.num_prompts, args.group_size, args.updates_per_rollout, seed=args.order_seed)
+    image_index = sampler.image_index  # (B,), which of a step's N images are this rank's
+    rollouts = StepRollouts(sampler, args.max_rollouts)
     run.print_message(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
     if engine:  # the first push, and a proof that it acts and that the engine samples as we do, which any weights give
         one_image = make_request(args, model, inputs.eval_set.select([0]), torch.tensor([0]), seeds=[0])
@@ -721,19 +725,21 @@ def main(args: Args, inputs: Inputs) -> None:
     for step in range(run.step + 1, last_step + 1):
         run.begin_step(step, sampler, lambda: save(args, run, model, optimizer, sampler))  # saves if a rollout fails
 
-        # sample G images for each prompt with the current policy (Flow-GRPO, eq. 9)
-        with run.timed("gen", per_image=True):
-            prompt_rows, prompt_index, image_index = sampler.draw()  # (U,) of train_set; (B,) of these U; (B,) of the N
-            prompts = inputs.train_set.select(prompt_rows)
-            seeds = [image_seed(args.seed, step, index) for index in image_index.tolist()]
-            request = make_request(args, model, prompts, prompt_index, seeds, sde_steps=draw_sde_steps(args, step))
-            scorer = Scorer(inputs.rewards, prompts.select(prompt_index), args.reward_failure)
-            trajectories = rollout(args, model, engine, request, scorer)
+        # one rollout; with --max_rollouts also further ones, in which other prompts replace those of equal rewards
+        for prompt_rows, prompt_index, numbers in rollouts.draw():  # (U,) of train_set; (B,) of these U; (B,), unique
+            # sample G images for each prompt with the current policy (Flow-GRPO, eq. 9)
+            with run.timed("gen", per_image=True):
+                prompts = inputs.train_set.select(prompt_rows)
+                seeds = [image_seed(args.seed, step, number) for number in numbers.tolist()]
+                request = make_request(args, model, prompts, prompt_index, seeds, sde_steps=draw_sde_steps(args, step))
+                scorer = rollouts.scorer(inputs.rewards, prompts.select(prompt_index), args.reward_failure)
+                trajectories = rollouts.merge(rollout(args, model, engine, rollouts.part(request), scorer))
 
-        # score them; most were scored while others were sampled, but rewards of whole groups begin here
-        with run.timed("reward", per_image=True):
-            # (N, R): NaN where scoring failed, -inf where a prompt's record does not ask for the reward
-            scores = gather_rows(scorer.scores(image_index, args.group_size), image_index)
+            # score them; most were scored while others were sampled, but rewards of whole groups begin here
+            with run.timed("reward", per_image=True):
+                # (N, R): NaN where scoring failed, -inf where a prompt's record does not ask for the reward
+                scores = gather_rows(scorer.scores(image_index, args.group_size), image_index)
+                rollouts.judge(scores, args.reward_weights, args.group_size)
 
         # compare the images of a prompt (Flow-GRPO, eq. 4); a failed image, or one without others, gets 0
         with run.timed("adv"):

@@ -4,7 +4,7 @@ import copy
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.distributed import gather, launched_world_size
 from common.sde import image_seed
@@ -110,6 +110,13 @@ def draws_with_all(parts: Sequence[tuple[int, int]], num_epochs: int) -> int:
     return sum(share for _, share in parts) * max(-(-num_epochs * number // share) for number, share in parts)
 
 
+class Redrawn(NamedTuple):
+    """Which of a rank's B images a further rollout of a step makes, for other prompts than before."""
+
+    rows: torch.Tensor  # (n,), as many on every rank: sharded weights need equally many passes of all
+    num_new: int  # the first so many are images of other prompts; the rest only fills up, and is thrown away
+
+
 class GroupSampler:
     """Draws the next `prompts_per_step` prompts, `group_size` images each, and says which of those images a rank makes.
 
@@ -121,6 +128,9 @@ class GroupSampler:
     The images of a step are numbered over all ranks, prompt by prompt. They are cut into num_mini_batches consecutive
     mini-batches, one per optimizer step, and each mini-batch into as many consecutive shares as there are ranks. Every
     optimizer step then sees the same images on any number of ranks.
+
+    Groups of a step may be drawn again (common/redraw.py). The j-th of them, over all ranks, gets the j-th of the next
+    prompts, and keeps its place in the step and its ranks.
     """
 
     def __init__(
@@ -155,6 +165,12 @@ class GroupSampler:
         # global numbers of this rank's images, (B,)
         self.image_index = (starts[:, None] + torch.arange(share)).flatten()
         self.position = 0
+        # of the step that was drawn last: each group's position among all draws, and its rollout in the step, (P,) each
+        self.group_positions = torch.arange(prompts_per_step)
+        self.group_rollouts = torch.zeros_like(self.group_positions)
+        self.num_rollouts = 0
+        self.num_redrawn = 0  # groups
+        self.num_sampled = 0  # images over all ranks
 
     def __str__(self) -> str:
         if not sum(number for number, _ in self.parts):
@@ -181,10 +197,50 @@ class GroupSampler:
         Returns the rows (U,) of the prompts; which of these U each image is of (B,); and the images' numbers (B,) among
         the N, which are numbered prompt by prompt: image i is of prompt i // group_size of the P.
         """
-        own, prompt_index = (self.image_index // self.group_size).unique(return_inverse=True)  # own: (U,) of the P
-        rows = [drawn_row(self.parts, self.seed, self.position + k) for k in own.tolist()]
+        self.group_positions = self.position + torch.arange(self.prompts_per_step)
+        self.group_rollouts = torch.zeros_like(self.group_positions)
         self.position += self.prompts_per_step
-        return torch.tensor(rows), prompt_index, self.image_index
+        self.num_rollouts, self.num_redrawn = 1, 0
+        self.num_sampled = self.prompts_per_step * self.group_size
+        return *self.drawn_prompts(), self.image_index
+
+    def redraw(self, is_redrawn: torch.Tensor) -> Redrawn:
+        """Draw a further prompt for each of the step's groups that is_redrawn (P,) names, for another rollout."""
+        count = int(is_redrawn.sum())
+        self.group_positions[is_redrawn] = self.position + torch.arange(count)
+        self.group_rollouts[is_redrawn] = self.num_rollouts
+        self.position += count
+        is_new = is_redrawn.repeat_interleave(self.group_size)  # (N,)
+        by_rank = is_new.view(self.num_mini_batches, self.world_size, -1).sum((0, 2))  # (world size,), of images
+        is_own = is_new[self.image_index]  # (B,)
+        rows = torch.cat([is_own.nonzero()[:, 0], (~is_own).nonzero()[:, 0]])
+        per_rank = int(by_rank.max())
+        self.num_rollouts += 1
+        self.num_redrawn += count
+        self.num_sampled += per_rank * self.world_size
+        return Redrawn(rows[:per_rank], int(is_own.sum()))
+
+    def drawn_prompts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's U prompts of the step: their rows (U,), and which of these U each image is of (B,)."""
+        own, prompt_index = (self.image_index // self.group_size).unique(return_inverse=True)  # own: (U,) of the P
+        positions = self.group_positions[own].tolist()
+        return torch.tensor([drawn_row(self.parts, self.seed, position) for position in positions]), prompt_index
+
+    @property
+    def image_numbers(self) -> torch.Tensor:
+        """This rank's image_index (B,), counted on over the step's rollouts: no two images of a step share a number."""
+        num_images = self.prompts_per_step * self.group_size
+        return self.image_index + num_images * self.group_rollouts[self.image_index // self.group_size]
+
+    def redraw_metrics(self) -> dict[str, float]:
+        """What the rollouts of the step that was drawn last have cost: rollouts, groups that were replaced, and images
+        that all ranks sampled for each image that is trained on."""
+        per_image = self.num_sampled / (self.prompts_per_step * self.group_size)
+        return {
+            "rollout/rollouts": self.num_rollouts,
+            "rollout/replaced_groups": self.num_redrawn,
+            "rollout/sampled_per_trained": per_image,
+        }
 
     def state_dict(self) -> dict[str, int]:
         return {"position": self.position}

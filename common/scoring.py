@@ -47,7 +47,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from common.data import PromptSet
+from common.data import PromptSet, Redrawn
 from common.distributed import failing_together, gather_groups, gather_objects, use_own_gpu
 from common.errors import RolloutError, RunError, reason, truncate
 from common.images import as_images
@@ -87,8 +87,16 @@ class Scorer:
     scores = scorer.scores(places, group_size)
     """
 
-    def __init__(self, rewards: dict[str, Reward], prompt_set: PromptSet, reward_failure: str = "stop") -> None:
-        """prompt_set: the prompts of all B images; reward_failure: stop or mask."""
+    def __init__(
+        self,
+        rewards: dict[str, Reward],
+        prompt_set: PromptSet,
+        reward_failure: str = "stop",
+        earlier: "Scorer | None" = None,
+        redrawn: Redrawn | None = None,
+    ) -> None:
+        """prompt_set: the prompts of all B images; reward_failure: stop or mask. earlier: that of the step's rollout
+        before this one, which makes only the redrawn images; the others keep their images and scores."""
         self.rewards = rewards
         self.prompt_set = prompt_set
         self.reward_failure = reward_failure
@@ -96,6 +104,13 @@ class Scorer:
         self.images: list = [None] * len(prompt_set)
         self.details: list[Details] = [{} for _ in self.images]
         self.scored = torch.full((len(prompt_set), len(rewards)), NOT_SCORED, dtype=torch.float64)  # (B, R)
+        self.new = list(range(len(prompt_set)))  # the rows of those images that `add` gets
+        if earlier and redrawn:
+            self.new = redrawn.rows[: redrawn.num_new].tolist()
+            for row in set(range(len(prompt_set))) - set(self.new):
+                self.images[row] = earlier.images[row]
+                self.details[row] = earlier.details[row]
+                self.scored[row] = earlier.scored[row]
         self.finished: queue.SimpleQueue = queue.SimpleQueue()  # of (rows, images), and None at the end
         self.error: BaseException | None = None  # that ended the thread early
         # It hands batch after batch to the thread of users' files, which lives on. A daemon: a reward that hangs must
@@ -104,10 +119,11 @@ class Scorer:
         self.thread.start()
 
     def add(self, rows: Sequence[int], images: Images) -> None:
-        """Hand over finished images: `rows`, their numbers among the B, and the images."""
-        for row, image in zip(rows, images, strict=True):
+        """Hand over finished images: `rows`, their numbers in the rollout, and the images."""
+        added = {self.new[row]: image for row, image in zip(rows, images, strict=True) if row < len(self.new)}
+        for row, image in added.items():
             self.images[row] = image
-        self.finished.put((list(rows), images))
+        self.finished.put((list(added), list(added.values())))
 
     def scores(self, places: Sequence[int] | torch.Tensor | None = None, group_size: int = 0) -> torch.Tensor:
         """Wait for all scores: (B, R) in fp64, a column for each reward, in their order; NaN as in score_images.
@@ -142,7 +158,9 @@ class Scorer:
         if not alone:
             pixels = torch.from_numpy(np.stack([np.asarray(image) for image in self.images]))  # (B, [F,] H, W, 3)
             of_groups, firsts = gather_groups(pixels, torch.tensor(places), group_size)
-            groups = {first: as_images(group.numpy()) for first, group in zip(firsts.tolist(), of_groups, strict=True)}
+            new_places = {places[row] for row in self.new}
+            firsts_and_groups = zip(firsts.tolist(), of_groups, strict=True)
+            groups = {first: as_images(group.numpy()) for first, group in firsts_and_groups if first in new_places}
         scored: dict[int, tuple[torch.Tensor, Details]] = {}  # by place, of this rank's groups; then of all
         with failing_together(alone):
             for first, images in groups.items():
@@ -153,8 +171,8 @@ class Scorer:
         if not alone:
             scored = {place: result for of_rank in gather_objects(scored) for place, result in of_rank.items()}
         columns = [r for r, name in enumerate(self.rewards) if name in rewards]
-        for row, place in enumerate(places):
-            scores, detail = scored[place]
+        for row in self.new:
+            scores, detail = scored[places[row]]
             self.scored[row, columns] = scores
             self.details[row] |= detail
 
@@ -372,6 +390,14 @@ def all_equal(rewards: torch.Tensor) -> torch.Tensor:
     (P, 1)."""
     spread = rewards.amax(-1, keepdim=True) - rewards.amin(-1, keepdim=True)
     return spread <= 1e-6 * rewards.abs().amax(-1, keepdim=True)
+
+
+def has_spread(scores: torch.Tensor, reward_weights: Sequence[float], group_size: int) -> torch.Tensor:
+    """Whether the weighted totals of a group's whole images differ, and there are at least two of them: (P,) of scores
+    (N, R), group by group, NaN where a reward failed. Otherwise nothing is learned from the group."""
+    totals = weighted_totals(scores, reward_weights).view(-1, group_size)  # (P, G)
+    whole = [group[group.isfinite()] for group in totals]
+    return torch.tensor([len(group) >= 2 and not bool(all_equal(group)) for group in whole])
 
 
 def count_by_reward(has_failed: torch.Tensor, names: Iterable[str]) -> str:

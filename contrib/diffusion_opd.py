@@ -148,6 +148,8 @@ def check(args: Args) -> Args:
         raise ValueError(f"--teacher_weights: {len(args.teacher_weights)} for {len(args.teachers)} of --teachers")
     if args.teacher_weights and sum(args.teacher_weights) == 0:
         raise ValueError("--teacher_weights: at least one must be above 0")
+    if args.max_rollouts > 1:
+        raise ValueError(f"--max_rollouts {args.max_rollouts}: the teachers teach whatever the rewards are: leave it at 1")
     num_images = args.num_prompts * args.group_size
     micro_batch_size = fit_micro_batch(num_images, args.updates_per_rollout, args.micro_batch_size)
     if args.sde_window_size:
@@ -477,9 +479,9 @@ def find_old_policy(
     """
     ones = torch.ones_like(trajectories.log_probs)  # (B, W)
     sampled = OldPolicy(trajectories.log_probs, trajectories.prev_sample_means, ones)
-    if engine is None and args.rollout_batch_size in (0, args.micro_batch_size):
+    if engine is None and args.rollout_batch_size in (0, args.micro_batch_size) and args.max_rollouts == 1:
         return sampled, {}
-    if engine is None:  # larger batches round otherwise
+    if engine is None:  # other batches round otherwise
         recomputed = recompute_log_probs(args, model, request, trajectories)
         return OldPolicy(recomputed.log_probs, recomputed.prev_sample_means, ones), {}
     from common.engine import check_mismatch, rollout_weights

@@ -157,6 +157,9 @@ def check(args: Args) -> Args:
         return args
     if args.rollout == "local":
         raise ValueError("--rollout local: a rollout ahead needs the engine: pass --rollout vllm, or run flow_grpo.py")
+    if args.max_rollouts > 1:
+        why = "the next step's rollout has begun when a further one would, and by other weights"
+        raise ValueError(f"--max_rollouts {args.max_rollouts}: {why}: run flow_grpo.py")
     num_images = args.num_prompts * args.group_size
     micro_batch_size = fit_micro_batch(num_images, args.updates_per_rollout, args.micro_batch_size)
     if args.sde_window_size:
@@ -295,7 +298,8 @@ def policy_names(args: Args) -> list[str]:
 
 def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
     """The pipeline and its policies, sharded; and the parameters that are trained."""
-    prompts = inputs.drawn_prompts(args.num_steps, args.num_prompts, args.order_seed, args.negative_prompt)
+    num_prompts = args.num_prompts * args.max_rollouts  # at most, in a step
+    prompts = inputs.drawn_prompts(args.num_steps, num_prompts, args.order_seed, args.negative_prompt)
     model = load_policies(args, inputs.family, inputs.lora, policy_names(args), prompts, device)
     shard(args, model, device)
     return model, [p for p in model.transformer.parameters() if p.requires_grad]
@@ -530,9 +534,9 @@ def find_old_policy(
     """
     ones = torch.ones_like(trajectories.log_probs)  # (B, W)
     sampled = OldPolicy(trajectories.log_probs, trajectories.prev_sample_means, ones)
-    if engine is None and args.rollout_batch_size in (0, args.micro_batch_size):
+    if engine is None and args.rollout_batch_size in (0, args.micro_batch_size) and args.max_rollouts == 1:
         return sampled, {}
-    if engine is None:  # larger batches round otherwise
+    if engine is None:  # other batches round otherwise
         recomputed = recompute_log_probs(args, model, request, trajectories)
         return OldPolicy(recomputed.log_probs, recomputed.prev_sample_means, ones), {}
     from common.engine import check_mismatch, rollout_weights

@@ -48,6 +48,7 @@ from common.files import read_prompts
 from common.metrics import norm_ratio, reward_metrics
 from common.models import Family, find_family
 from common.options import Bound, EngineArgs, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, lr_factor
+from common.redraw import StepRollouts
 from common.rewards import load_rewards, with_preservation
 from common.rollout import RolloutRequest, Trajectories
 from common.run import (
@@ -265,7 +266,8 @@ def policy_names(args: Args) -> list[str]:
 
 def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
     """The pipeline and its policies, sharded; and the parameters that are trained."""
-    prompts = inputs.drawn_prompts(args.num_steps, args.num_prompts, args.order_seed, args.negative_prompt)
+    num_prompts = args.num_prompts * args.max_rollouts  # at most, in a step
+    prompts = inputs.drawn_prompts(args.num_steps, num_prompts, args.order_seed, args.negative_prompt)
     model = load_policies(args, inputs.family, inputs.lora, policy_names(args), prompts, device)
     shard(args, model, device)
     return model, [p for p in model.transformer.parameters() if p.requires_grad]
@@ -615,6 +617,8 @@ def main(args: Args, inputs: Inputs) -> None:
     choose_adam_kernel(optimizer, model)  # foreach for a LoRA; on a GPU fused for full weights
     parts = inputs.train_set.parts  # (number of prompts, share): of each file with --train_shares, else of all
     sampler = GroupSampler(parts, args.num_prompts, args.group_size, args.updates_per_rollout, seed=args.order_seed)
+    image_index = sampler.image_index  # (B,), which of a step's N images are this rank's
+    rollouts = StepRollouts(sampler, args.max_rollouts)
     run.print_message(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
     if engine:  # the first push, and a proof that it acts and that the engine samples as we do, which any weights give
         one_image = make_request(args, model, inputs.eval_set.select([0]), torch.tensor([0]), seeds=[0])
@@ -632,20 +636,22 @@ def main(args: Args, inputs: Inputs) -> None:
     for step in range(run.step + 1, last_step + 1):
         run.begin_step(step, sampler, lambda: save(args, run, model, optimizer, sampler))  # saves if a rollout fails
 
-        # sample G images for each prompt with `old`, which the engine holds already (Algorithm 1, line 3)
-        with run.timed("gen", per_image=True):
-            prompt_rows, prompt_index, image_index = sampler.draw()  # (U,) of train_set; (B,) of these U; (B,) of the N
-            prompts = inputs.train_set.select(prompt_rows)
-            seeds = [image_seed(args.seed, step, index) for index in image_index.tolist()]
-            request = make_request(args, model, prompts, prompt_index, seeds)
-            scorer = Scorer(inputs.rewards, prompts.select(prompt_index), args.reward_failure)
-            with acting(model, "old"):
-                trajectories = rollout(args, model, engine, request, scorer)
+        # one rollout; with --max_rollouts also further ones, in which other prompts replace those of equal rewards
+        for prompt_rows, prompt_index, numbers in rollouts.draw():  # (U,) of train_set; (B,) of these U; (B,), unique
+            # sample G images for each prompt with `old`, which the engine holds already (Algorithm 1, line 3)
+            with run.timed("gen", per_image=True):
+                prompts = inputs.train_set.select(prompt_rows)
+                seeds = [image_seed(args.seed, step, number) for number in numbers.tolist()]
+                request = make_request(args, model, prompts, prompt_index, seeds)
+                scorer = rollouts.scorer(inputs.rewards, prompts.select(prompt_index), args.reward_failure)
+                with acting(model, "old"):
+                    trajectories = rollouts.merge(rollout(args, model, engine, rollouts.part(request), scorer))
 
-        # score them; most were scored while others were sampled, but rewards of whole groups begin here
-        with run.timed("reward", per_image=True):
-            # (N, R): NaN where scoring failed, -inf where a prompt's record does not ask for the reward
-            scores = gather_rows(scorer.scores(image_index, args.group_size), image_index)
+            # score them; most were scored while others were sampled, but rewards of whole groups begin here
+            with run.timed("reward", per_image=True):
+                # (N, R): NaN where scoring failed, -inf where a prompt's record does not ask for the reward
+                scores = gather_rows(scorer.scores(image_index, args.group_size), image_index)
+                rollouts.judge(scores, args.reward_weights, args.group_size)
 
         # compare the images of a prompt (Flow-GRPO, eq. 4); a failed image, or one without others, gets 0
         with run.timed("adv"):

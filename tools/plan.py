@@ -175,7 +175,8 @@ def disk_line(blueprint: Blueprint, w: PlannedRun, options: dict[str, Any], num_
         if w.drawn_prompts == 0:
             parts.append(f"{w.prompt_cache} at most {size(each)} for each prompt of the pairs")
         else:
-            limit = w.drawn_prompts or options["num_steps"] * w.num_prompts
+            per_step = w.num_prompts * options.get("max_rollouts", 1)
+            limit = w.drawn_prompts or options["num_steps"] * per_step
             train_set = read_prompts(options["train_prompts"], shares=options["train_shares"])
             seed = options["seed"] if options["shuffle"] else None
             drawn = len(train_set.first_drawn(limit, seed)) + num_eval_prompts + 1  # and the empty one

@@ -59,7 +59,8 @@ def log_rollout(
     scores: torch.Tensor,
     advantages: torch.Tensor | None,
 ) -> dict:
-    """Metrics of a rollout that the loss does not read: critic/diversity, and what rewards say beside scores.
+    """Metrics of a rollout that the loss does not read: critic/diversity, what rewards say beside scores and, with
+    --max_rollouts, what replaced groups have cost.
 
     Every --save_rollouts steps it also writes this rank's B images to rollouts/STEP/ and, on rank 0, their
     samples.jsonl and a grid of the first. scores (N, R) and advantages (N,), None where the loss takes none, are those
@@ -78,7 +79,9 @@ def log_rollout(
             images, captions = zip(*grid, strict=True)
             with writing(folder):
                 save_grid(folder / "grid.png", images, captions)
-    return {"critic/diversity": rollout_diversity(scorer.images, sampler), **detail_metrics(scorer.details, "reward")}
+    metrics = {"critic/diversity": rollout_diversity(scorer.images, sampler)}
+    cost = sampler.redraw_metrics() if args.max_rollouts > 1 else {}
+    return metrics | detail_metrics(scorer.details, "reward") | cost
 
 
 def sample_records(

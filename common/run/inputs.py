@@ -85,11 +85,14 @@ def choose_sizes(args: ArgsClass, inputs: Inputs, workload: Workload) -> ArgsCla
 
 def check_batches(args: SharedArgs) -> None:
     """RunError: --old_log_prob rollout would take log-probs of local batches that are not the update's, once its size
-    is final."""
+    is final, or because of --max_rollouts."""
     takes_sampled = isinstance(args, RatioArgs) and args.rollout == "local" and args.old_log_prob == "rollout"
     if isinstance(args, EngineArgs) and takes_sampled and args.rollout_batch_size not in (0, args.micro_batch_size):
         why = f"log-probs of other batches than the update's, of {args.micro_batch_size}, round otherwise"
         raise RunError(f"--rollout_batch_size {args.rollout_batch_size}: {why}: pass --old_log_prob recompute")
+    if isinstance(args, EngineArgs) and takes_sampled and args.max_rollouts > 1:
+        why = "log-probs of the images that a further rollout makes, in other batches than the update's, round otherwise"
+        raise RunError(f"--max_rollouts {args.max_rollouts}: {why}: pass --old_log_prob recompute")
 
 
 def checkpoint_to_resume(folder: Path | str, resume: str | None, eval_only: bool = False) -> Path | None:
