@@ -111,3 +111,9 @@ def farness(images: list, prompts: list[str], metadata: list[dict]) -> list[floa
     """What an evaluation alone asks for: 1 - closeness."""
     scores = closeness(images, prompts, metadata)
     return [score if isinstance(score, Exception) else 1.0 - float(score) for score in scores]
+
+
+def closeness_or_0(images: list[Image.Image], prompts: list[str], metadata: list[dict]) -> list[float | Exception]:
+    """0 for every image of a prompt whose third number is 2, otherwise closeness."""
+    scores = zip(closeness(images, prompts, metadata), prompts, strict=True)
+    return [0.0 if numbers_of(prompt)[2] == 2 else score for score, prompt in scores]
