@@ -165,9 +165,9 @@ class GroupSampler:
         # global numbers of this rank's images, (B,)
         self.image_index = (starts[:, None] + torch.arange(share)).flatten()
         self.position = 0
-        # of the step that was drawn last: each group's position among all draws, and its rollout in the step, (P,) each
-        self.group_positions = torch.arange(prompts_per_step)
-        self.group_rollouts = torch.zeros_like(self.group_positions)
+        # of the step that was drawn last: the row of each group's prompt, and its rollout in the step, (P,) each
+        self.group_rows = torch.zeros(prompts_per_step, dtype=torch.long)
+        self.group_rollouts = torch.zeros_like(self.group_rows)
         self.num_rollouts = 0
         self.num_redrawn = 0  # groups
         self.num_sampled = 0  # images over all ranks
@@ -197,9 +197,8 @@ class GroupSampler:
         Returns the rows (U,) of the prompts; which of these U each image is of (B,); and the images' numbers (B,) among
         the N, which are numbered prompt by prompt: image i is of prompt i // group_size of the P.
         """
-        self.group_positions = self.position + torch.arange(self.prompts_per_step)
-        self.group_rollouts = torch.zeros_like(self.group_positions)
-        self.position += self.prompts_per_step
+        self.group_rows = self._next_rows(self.prompts_per_step)
+        self.group_rollouts = torch.zeros_like(self.group_rows)
         self.num_rollouts, self.num_redrawn = 1, 0
         self.num_sampled = self.prompts_per_step * self.group_size
         return *self.drawn_prompts(), self.image_index
@@ -207,9 +206,8 @@ class GroupSampler:
     def redraw(self, is_redrawn: torch.Tensor) -> Redrawn:
         """Draw a further prompt for each of the step's groups that is_redrawn (P,) names, for another rollout."""
         count = int(is_redrawn.sum())
-        self.group_positions[is_redrawn] = self.position + torch.arange(count)
+        self.group_rows[is_redrawn] = self._next_rows(count)
         self.group_rollouts[is_redrawn] = self.num_rollouts
-        self.position += count
         is_new = is_redrawn.repeat_interleave(self.group_size)  # (N,)
         by_rank = is_new.view(self.num_mini_batches, self.world_size, -1).sum((0, 2))  # (world size,), of images
         is_own = is_new[self.image_index]  # (B,)
@@ -223,8 +221,13 @@ class GroupSampler:
     def drawn_prompts(self) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's U prompts of the step: their rows (U,), and which of these U each image is of (B,)."""
         own, prompt_index = (self.image_index // self.group_size).unique(return_inverse=True)  # own: (U,) of the P
-        positions = self.group_positions[own].tolist()
-        return torch.tensor([drawn_row(self.parts, self.seed, position) for position in positions]), prompt_index
+        return self.group_rows[own], prompt_index
+
+    def _next_rows(self, count: int) -> torch.Tensor:
+        """The rows (count,) of the next prompts over all ranks."""
+        positions = range(self.position, self.position + count)
+        self.position += count
+        return torch.tensor([drawn_row(self.parts, self.seed, position) for position in positions], dtype=torch.long)
 
     @property
     def image_numbers(self) -> torch.Tensor:
