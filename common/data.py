@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from common.distributed import gather, launched_world_size
+from common.process import print_once
 from common.sde import image_seed
 
 import torch
@@ -165,6 +166,10 @@ class GroupSampler:
         # global numbers of this rank's images, (B,)
         self.image_index = (starts[:, None] + torch.arange(share)).flatten()
         self.position = 0
+        # of a curriculum (common/curriculum.py), (M,) each: how likely each prompt is, and what its last group scored,
+        # NaN until it has one; None: prompts are drawn in epochs
+        self.weights: torch.Tensor | None = None
+        self.scores: torch.Tensor | None = None
         # of the step that was drawn last: the row of each group's prompt, and its rollout in the step, (P,) each
         self.group_rows = torch.zeros(prompts_per_step, dtype=torch.long)
         self.group_rollouts = torch.zeros_like(self.group_rows)
@@ -227,7 +232,19 @@ class GroupSampler:
         """The rows (count,) of the next prompts over all ranks."""
         positions = range(self.position, self.position + count)
         self.position += count
-        return torch.tensor([drawn_row(self.parts, self.seed, position) for position in positions], dtype=torch.long)
+        if self.weights is None:
+            rows = [drawn_row(self.parts, self.seed, position) for position in positions]
+        else:  # each draw by a seed of its own: no other draw changes it
+            seeds = [image_seed(str(self.seed), "prompt", position) for position in positions]
+            generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+            rows = [int(torch.multinomial(self.weights, 1, generator=generator)) for generator in generators]
+        return torch.tensor(rows, dtype=torch.long)
+
+    def begin_curriculum(self) -> None:
+        """Draw by weights from now on, all 1 at first."""
+        num_prompts = sum(number for number, _ in self.parts)
+        self.weights = torch.ones(num_prompts, dtype=torch.float64)
+        self.scores = torch.full_like(self.weights, torch.nan)
 
     @property
     def image_numbers(self) -> torch.Tensor:
@@ -245,11 +262,21 @@ class GroupSampler:
             "rollout/sampled_per_trained": per_image,
         }
 
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"position": self.position}
+        if self.weights is not None and self.scores is not None:
+            state |= {"weights": self.weights.clone(), "scores": self.scores.clone()}
+        return state
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
+        if self.weights is None or "weights" not in state:
+            return
+        if len(state["weights"]) == len(self.weights):
+            self.weights, self.scores = state["weights"].clone(), state["scores"].clone()
+        else:
+            other = f"the checkpoint's weights are of {len(state['weights'])} prompts, and here are {len(self.weights)}"
+            print_once(f"--curriculum: {other}: its scores begin anew")
 
 
 def fit_micro_batch(

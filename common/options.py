@@ -268,6 +268,11 @@ class SharedArgs:
 class EngineArgs(SharedArgs):
     """The options of the scripts whose images a rollout engine samples."""
 
+    # ---- data
+    curriculum: CodeOrName | None = None
+    """your own path/to/file.py:function (step, records, scores, weights), which gives the weight of each training
+    prompt in the draws of the next step, from what it scored (docs/flow_grpo.md); None: prompts are drawn in epochs"""
+
     # ---- rollout
     rollout: Literal["vllm", "local"] = "vllm"
     """vllm: a vLLM-Omni engine per rank samples, in a process of its own; local: the training transformer samples"""

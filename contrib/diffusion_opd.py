@@ -150,6 +150,8 @@ def check(args: Args) -> Args:
         raise ValueError("--teacher_weights: at least one must be above 0")
     if args.max_rollouts > 1:
         raise ValueError(f"--max_rollouts {args.max_rollouts}: the teachers teach whatever the rewards are: leave it at 1")
+    if args.curriculum:
+        raise ValueError(f"--curriculum {args.curriculum}: the teachers teach whatever the rewards are: leave it out")
     num_images = args.num_prompts * args.group_size
     micro_batch_size = fit_micro_batch(num_images, args.updates_per_rollout, args.micro_batch_size)
     if args.sde_window_size:

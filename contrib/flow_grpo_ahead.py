@@ -160,6 +160,8 @@ def check(args: Args) -> Args:
     if args.max_rollouts > 1:
         why = "the next step's rollout has begun when a further one would, and by other weights"
         raise ValueError(f"--max_rollouts {args.max_rollouts}: {why}: run flow_grpo.py")
+    if args.curriculum:
+        raise ValueError(f"--curriculum {args.curriculum}: the next step's prompts are drawn before this one's are scored: run flow_grpo.py")
     num_images = args.num_prompts * args.group_size
     micro_batch_size = fit_micro_batch(num_images, args.updates_per_rollout, args.micro_batch_size)
     if args.sde_window_size:
@@ -298,7 +300,8 @@ def policy_names(args: Args) -> list[str]:
 
 def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
     """The pipeline and its policies, sharded; and the parameters that are trained."""
-    num_prompts = args.num_prompts * args.max_rollouts  # at most, in a step
+    # at most, in a step; a curriculum may draw any
+    num_prompts = len(inputs.train_set) if args.curriculum else args.num_prompts * args.max_rollouts
     prompts = inputs.drawn_prompts(args.num_steps, num_prompts, args.order_seed, args.negative_prompt)
     model = load_policies(args, inputs.family, inputs.lora, policy_names(args), prompts, device)
     shard(args, model, device)

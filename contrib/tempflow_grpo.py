@@ -279,7 +279,8 @@ def policy_names(args: Args) -> list[str]:
 
 def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
     """The pipeline and its policies, sharded; and the parameters that are trained."""
-    num_prompts = args.num_prompts * args.max_rollouts  # at most, in a step
+    # at most, in a step; a curriculum may draw any
+    num_prompts = len(inputs.train_set) if args.curriculum else args.num_prompts * args.max_rollouts
     prompts = inputs.drawn_prompts(args.num_steps, num_prompts, args.order_seed, args.negative_prompt)
     model = load_policies(args, inputs.family, inputs.lora, policy_names(args), prompts, device)
     shard(args, model, device)
@@ -718,7 +719,7 @@ def main(args: Args, inputs: Inputs) -> None:
     parts = inputs.train_set.parts  # (number of prompts, share): of each file with --train_shares, else of all
     sampler = GroupSampler(parts, args.num_prompts, args.group_size, args.updates_per_rollout, seed=args.order_seed)
     image_index = sampler.image_index  # (B,), which of a step's N images are this rank's
-    rollouts = StepRollouts(sampler, args.max_rollouts)
+    rollouts = StepRollouts(sampler, args.max_rollouts, inputs.train_set, args.curriculum)
     run.print_message(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
     if engine:  # the first push, and a proof that it acts and that the engine samples as we do, which any weights give
         one_image = make_request(args, model, inputs.eval_set.select([0]), torch.tensor([0]), seeds=[0])
@@ -737,7 +738,7 @@ def main(args: Args, inputs: Inputs) -> None:
         run.begin_step(step, sampler, lambda: save(args, run, model, optimizer, sampler))  # saves if a rollout fails
 
         # one rollout; with --max_rollouts also further ones, in which other prompts replace those of equal rewards
-        for prompt_rows, prompt_index, numbers in rollouts.draw():  # (U,) of train_set; (B,) of these U; (B,), unique
+        for prompt_rows, prompt_index, numbers in rollouts.draw(step):  # (U,) of train_set; (B,) of these U; (B,)
             # sample G images for each prompt with the current policy (Flow-GRPO, eq. 9)
             with run.timed("gen", per_image=True):
                 prompts = inputs.train_set.select(prompt_rows)

@@ -179,7 +179,8 @@ def disk_line(blueprint: Blueprint, w: PlannedRun, options: dict[str, Any], num_
             limit = w.drawn_prompts or options["num_steps"] * per_step
             train_set = read_prompts(options["train_prompts"], shares=options["train_shares"])
             seed = options["seed"] if options["shuffle"] else None
-            drawn = len(train_set.first_drawn(limit, seed)) + num_eval_prompts + 1  # and the empty one
+            drawn_set = train_set if options.get("curriculum") else train_set.first_drawn(limit, seed)
+            drawn = len(drawn_set) + num_eval_prompts + 1  # and the empty one
             parts.append(f"{w.prompt_cache} at most {size(drawn * each)} for {drawn:,} prompts")
     return f"disk: {', '.join(parts)}"
 

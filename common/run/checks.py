@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from common.curriculum import ask_curriculum
 from common.data import PromptSet
 from common.errors import error_prefix, truncate
 from common.files import digest_records, load_checkpoint
@@ -77,6 +78,9 @@ def check_inputs(
             told = "compares the images of a prompt, and --eval_images_per_prompt is 1"
             raise ValueError(f"reward {name} {told}: make more, or set its attribute `relative`")
     check_asked(args, inputs)
+    if isinstance(args, EngineArgs) and args.curriculum and not args.eval_only:  # tried as for the first step
+        scores = torch.full((len(inputs.train_set),), torch.nan, dtype=torch.float64)
+        ask_curriculum(args.curriculum, 1, inputs.train_set, scores, torch.ones_like(scores))
     own = {name.rpartition(":")[2] for name in (*args.reward, *args.eval_reward) if code_file(name)}
     if own:
         tried = {name: function for name, function in inputs.all_rewards.items() if name in own}

@@ -136,6 +136,9 @@ def check_options(args: SharedArgs) -> None:
     if args.train_shares and len(args.train_shares) != len(args.train_prompts):
         counts = f"{len(args.train_shares)} shares for {len(args.train_prompts)} files of --train_prompts"
         raise ValueError(f"--train_shares: {counts}; give one for each")
+    if isinstance(args, EngineArgs) and args.curriculum and (args.train_shares or not args.shuffle):
+        other = "--train_shares" if args.train_shares else "--shuffle False"
+        raise ValueError(f"--curriculum {args.curriculum}: draws by its own weights: leave out {other}")
 
 
 def _check_bounds(name: str, given: tuple | float | None, bounds: list[Bound]) -> None:
