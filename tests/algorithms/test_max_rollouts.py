@@ -138,7 +138,6 @@ def test_groups_that_are_left_equal_teach_nothing_and_are_logged(tmp_path):
     [
         ("contrib/flow_grpo_ahead.py", {"rollout": "vllm"}),
         ("contrib/diffusion_opd.py", {"rollout": "local", "teachers": "a=b"}),
-        ("flow_grpo.py", {"rollout": "local", "old_log_prob": "rollout"}),
     ],
 )
 def test_what_cannot_replace_groups_says_so(script, changes, tmp_path):
