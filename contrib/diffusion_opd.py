@@ -149,9 +149,9 @@ def check(args: Args) -> Args:
     if args.teacher_weights and sum(args.teacher_weights) == 0:
         raise ValueError("--teacher_weights: at least one must be above 0")
     if args.max_rollouts > 1:
-        raise ValueError(f"--max_rollouts {args.max_rollouts}: the teachers teach whatever the rewards are: leave it at 1")
+        raise ValueError(f"--max_rollouts {args.max_rollouts}: the loss reads no rewards: leave it at 1")
     if args.curriculum:
-        raise ValueError(f"--curriculum {args.curriculum}: the teachers teach whatever the rewards are: leave it out")
+        raise ValueError(f"--curriculum {args.curriculum}: the loss reads no rewards: leave it out")
     num_images = args.num_prompts * args.group_size
     micro_batch_size = fit_micro_batch(num_images, args.updates_per_rollout, args.micro_batch_size)
     if args.sde_window_size:

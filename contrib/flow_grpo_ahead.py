@@ -161,7 +161,8 @@ def check(args: Args) -> Args:
         why = "the next step's rollout has begun when a further one would, and by other weights"
         raise ValueError(f"--max_rollouts {args.max_rollouts}: {why}: run flow_grpo.py")
     if args.curriculum:
-        raise ValueError(f"--curriculum {args.curriculum}: the next step's prompts are drawn before this one's are scored: run flow_grpo.py")
+        why = "the next step's prompts are drawn before this step's are scored"
+        raise ValueError(f"--curriculum {args.curriculum}: {why}: run flow_grpo.py")
     num_images = args.num_prompts * args.group_size
     micro_batch_size = fit_micro_batch(num_images, args.updates_per_rollout, args.micro_batch_size)
     if args.sde_window_size:

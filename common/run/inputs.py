@@ -91,7 +91,7 @@ def check_batches(args: SharedArgs) -> None:
         why = f"log-probs of other batches than the update's, of {args.micro_batch_size}, round otherwise"
         raise RunError(f"--rollout_batch_size {args.rollout_batch_size}: {why}: pass --old_log_prob recompute")
     if isinstance(args, EngineArgs) and takes_sampled and args.max_rollouts > 1:
-        why = "log-probs of the images that a further rollout makes, in other batches than the update's, round otherwise"
+        why = "a further rollout samples in other batches than the update, in which log-probs round otherwise"
         raise RunError(f"--max_rollouts {args.max_rollouts}: {why}: pass --old_log_prob recompute")
 
 

@@ -12,7 +12,7 @@ from common.run.inputs import check_batches
 from common.scoring import NOT_ASKED, Scorer, has_spread
 from common.sde import image_seed
 from flow_grpo import Args
-from tests.algorithms.test_mains import CASES, OTHERS, SHARED, TOY, EngineByHand, lora_of_file, options_of
+from tests.algorithms.test_mains import CASES, OTHERS, TOY, EngineByHand, lora_of_file, options_of
 from tests.conftest import assert_one_line, constant_reward, read_metrics, run_here, torchrun, without_times
 
 import pytest
@@ -63,10 +63,10 @@ def test_a_step_is_that_of_the_prompts_that_took_the_places(script, tmp_path, mo
 
     def of_third_rollout(seed: int, step: int | str, index: int) -> int:
         """The first group's images, or what a group or a part of it shares, are those of the third rollout."""
-        if step not in (1, "1 prompt"):
+        counts = {1: NUM_IMAGES, "1 prompt": 2, "1 branch": 4}  # of such noises in a step
+        if step not in counts:
             return image_seed(seed, step, index)
-        shares = {"contrib/tempflow_grpo.py": 4}.get(script, 2)  # noises that a step has, two images each, or four
-        count = NUM_IMAGES if step == 1 else shares
+        count = counts[step]
         return image_seed(seed, step, index + 2 * count if index < count // 2 else index)
 
     monkeypatch.setattr(module, "image_seed", of_third_rollout)
@@ -143,7 +143,7 @@ def test_groups_that_are_left_equal_teach_nothing_and_are_logged(tmp_path):
 def test_what_cannot_replace_groups_says_so(script, changes, tmp_path):
     named = [word for name, value in changes.items() for word in (f"--{name}", value)]
     line = run_here(tmp_path, script, "--max_rollouts", 2, *named)
-    assert_one_line(line, script)
+    assert_one_line(line, script.removeprefix("contrib/"))
     assert "--max_rollouts 2: " in line
 
 
