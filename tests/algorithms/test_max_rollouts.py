@@ -112,7 +112,7 @@ def test_two_ranks_find_the_groups_of_one(script, tmp_path):
     assert_replaced(two)
     for row, other in zip(read_metrics(one), read_metrics(two), strict=True):
         for name, value in row.items():
-            if name.startswith(("actor/", "critic/", "rollout/", "val/")):
+            if name != "actor/ratio_std" and name.startswith(("actor/", "critic/", "rollout/", "val/")):  # of a pass
                 assert other[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
 
 
