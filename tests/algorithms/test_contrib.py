@@ -115,6 +115,7 @@ DIFFERENT = {
         "check",
         "policy_names",
         "prepare",
+        "load_policy",  # without --max_rollouts
         "make_request",
         "rollout",
         "accumulate_gradients",
