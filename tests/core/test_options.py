@@ -59,7 +59,7 @@ OPTIONS_BY_BOUND = {
         learning_rate micro_batch_size rollout_batch_size""",
     "at least 1": """keep_checkpoints image_size num_frames max_sequence_length lora_alpha eval_every
         eval_num_inference_steps eval_guidance_scale eval_images_per_prompt
-        num_prompts guidance_scale updates_per_rollout
+        num_prompts guidance_scale updates_per_rollout max_rollouts
         epochs_per_rollout iters_per_group update_interval num_pair_prompts num_pairs profile_steps train_shares""",
     "at least 2": "group_size num_inference_steps",
     "above 0": """adam_eps max_grad_norm noise_level clip_range adv_clip_max nft_beta dpo_beta""",
