@@ -278,7 +278,8 @@ class EngineArgs(SharedArgs):
     """vllm: a vLLM-Omni engine per rank samples, in a process of its own; local: the training transformer samples"""
     max_rollouts: PositiveInt = 1
     """rollouts of a training step at most: while some prompts' images all score the same, a further rollout makes
-    images of other prompts in their place (DAPO's dynamic sampling, docs/flow_grpo.md); 1: they stay, and teach nothing"""
+    images of other prompts in their place (DAPO's dynamic sampling, docs/flow_grpo.md); 1: they stay, and teach
+    nothing"""
     save_rollouts: NonNegativeInt = 0
     """training steps between rollouts whose images are saved with their rewards and advantages; 0: none is saved"""
     rollout_batch_size: NonNegativeInt = 0

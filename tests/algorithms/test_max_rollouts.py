@@ -22,9 +22,9 @@ from PIL import Image
 pytestmark = pytest.mark.fast
 
 # two are drawn for a step, in this order; the images of a prompt that ends with 2 all score 0
-PROMPTS = ["1 0.5 2", "-0.5 1 0", "0.75 -1 2", "1 1 0", "-1 0.5 2", "0.5 0.5 0", "0.3 1 0", "0.25 -1 0"]
+PROMPTS = ["-0.5 1 0", "1 0.5 2", "0.75 -1 2", "1 1 0", "-1 0.5 2", "0.5 0.5 0", "0.3 1 0", "0.25 -1 0"]
 # of each step: the prompt's place in the list, and the rollout in the step that made its images
-GROUPS = [[(3, 2), (1, 0)], [(6, 1), (5, 0)], [(7, 0), (1, 1)]]
+GROUPS = [[(0, 0), (3, 2)], [(6, 1), (5, 0)], [(7, 0), (0, 0)]]
 SCRIPTS = [script for script in [*CASES, *OTHERS] if script not in ("dpo_offline.py", "contrib/flow_grpo_ahead.py")]
 NUM_IMAGES = 8  # of a step, four of each prompt
 
@@ -49,10 +49,10 @@ def assert_replaced(folder: Path) -> None:
         assert [(record["prompt"], record["seed"]) for record in records] == wanted
         assert [record["group"] for record in records] == [0] * 4 + [1] * 4
     rows = read_metrics(folder)[1:]
-    assert [row["rollout/rollouts"] for row in rows] == [3, 2, 2]
-    assert [row["rollout/replaced_groups"] for row in rows] == [2, 1, 1]
+    assert [row["rollout/rollouts"] for row in rows] == [3, 2, 1]
+    assert [row["rollout/replaced_groups"] for row in rows] == [2, 1, 0]
     assert [row["critic/rewards/zero_std_ratio"] for row in rows] == [0, 0, 0]
-    assert rows[-1]["training/epoch"] == 10 / 8
+    assert rows[-1]["training/epoch"] == 9 / 8
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -62,15 +62,15 @@ def test_a_step_is_that_of_the_prompts_that_took_the_places(script, tmp_path, mo
     module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
 
     def of_third_rollout(seed: int, step: int | str, index: int) -> int:
-        """The first group's images, or what a group or a part of it shares, are those of the third rollout."""
+        """The second group's images, or what a group or a part of it shares, are those of the third rollout."""
         counts = {1: NUM_IMAGES, "1 prompt": 2, "1 branch": 4}  # of such noises in a step
         if step not in counts:
             return image_seed(seed, step, index)
         count = counts[step]
-        return image_seed(seed, step, index + 2 * count if index < count // 2 else index)
+        return image_seed(seed, step, index + 2 * count if index >= count // 2 else index)
 
     monkeypatch.setattr(module, "image_seed", of_third_rollout)
-    given = options(script, tmp_path, [PROMPTS[3], PROMPTS[1]], name="given", num_steps=1)
+    given = options(script, tmp_path, [PROMPTS[0], PROMPTS[3]], name="given", num_steps=1)
     assert run_here(tmp_path, script, *given) is None
     found, given = (tmp_path / "runs" / name for name in ("found", "given"))
     for one, other in zip(rollouts_of(found)[0], rollouts_of(given)[0], strict=True):

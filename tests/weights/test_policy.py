@@ -593,6 +593,9 @@ def test_images_are_sampled_in_batches_of_their_own(rollout_batch_size, one_rank
     of_the_update = flow_grpo.recompute_log_probs(args, model, request, trajectories).log_probs
     assert torch.equal(old.log_probs, of_the_update)
     assert (old.log_probs is trajectories.log_probs) == (rollout_batch_size in (0, 2))
+    # images of a further rollout were in other batches
+    old, _ = flow_grpo.find_old_policy(replace(args, max_rollouts=2), model, None, request, trajectories)
+    assert old.log_probs is not trajectories.log_probs and torch.equal(old.log_probs, of_the_update)
 
 
 @pytest.mark.fast
