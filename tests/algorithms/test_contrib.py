@@ -590,7 +590,7 @@ def test_ram_rests_at_the_tilted_gaussian(mean, rests):
 
 @pytest.mark.fast
 def test_ram_in_its_authors_regime():
-    """`old` ramps by rollouts, advantages are not clamped, and timesteps are continuous, twice as often near 1 (2 t)."""
+    """`old` ramps by rollouts, and timesteps are continuous, of density 2 t."""
     request = SimpleNamespace(timesteps=torch.tensor([1000.0, 500.0]), latent_shape=(1,))
     batch = SimpleNamespace(request=request, image_index=torch.arange(500), x0=torch.zeros(500, 1))
     args = ram.Args(linear_timesteps=8)
@@ -599,7 +599,7 @@ def test_ram_in_its_authors_regime():
     assert timesteps.shape == (500, 8) and noise.shape == (500, 8, 1)
     assert torch.equal(again[0], timesteps[7])  # on any number of ranks
     sigma = timesteps.double() / 1000
-    assert 0 < sigma.min() and sigma.max() <= 1
+    assert sigma.min() > 0 and sigma.max() <= 1
     for limit in (0.25, 0.5, 0.75):  # P(t < limit) = limit^2, at most four deviations off
         share = (sigma < limit).double().mean().item()
         assert abs(share - limit**2) < 4 * (limit**2 * (1 - limit**2) / sigma.numel()) ** 0.5
