@@ -163,15 +163,23 @@ def make_clip_tokenizer(words):
     vocab.update({f"{chr(c)}</w>": len(vocab) + i for i, c in enumerate(range(33, 127))})
     merges = []
     for word in words:
-        pieces = [*word[:-1], f"{word[-1]}</w>"]
+        pieces = merge_pieces([*word[:-1], f"{word[-1]}</w>"], merges)
         while len(pieces) > 1:
-            if (pieces[0], pieces[1]) not in merges:
-                merges.append((pieces[0], pieces[1]))
-            pieces[:2] = [pieces[0] + pieces[1]]
-            vocab.setdefault(pieces[0], len(vocab))
+            merges.append((pieces[0], pieces[1]))
+            vocab.setdefault(pieces[0] + pieces[1], len(vocab))
+            pieces = merge_pieces(pieces, merges)
     for special in ("<|startoftext|>", "<|endoftext|>"):
         vocab[special] = len(vocab)
     return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=MAX_TOKENS, pad_token="<|endoftext|>")
+
+
+def merge_pieces(pieces, merges):
+    """Byte-pair encoding: of the neighbours that may merge those do first that come first in `merges`."""
+    pieces = list(pieces)
+    while pairs := [pair for pair in zip(pieces, pieces[1:], strict=False) if pair in merges]:
+        at = list(zip(pieces, pieces[1:], strict=False)).index(min(pairs, key=merges.index))
+        pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
+    return pieces
 
 
 def make_t5_tokenizer(words):

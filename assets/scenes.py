@@ -17,6 +17,7 @@ SPRITES = Path(__file__).parent / "sprites"
 SIDE, SPRITE = 128, 48  # pixels
 CELLS = ((10, 10), (70, 10), (10, 70), (70, 70))  # left and top of a sprite, up to JITTER off
 JITTER = 6
+GRID, GROUNDS = 8, ((168, 200, 224), (150, 150, 150), (214, 196, 160))  # of simple scenes: pixels, and RGB of 255
 TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 NUMBERS = {2: "two", 3: "three", 4: "four"}
 PAINTS = {  # RGB of 255
@@ -118,23 +119,51 @@ def random_record(tag, rng, names):
     return {"tag": tag, "include": coloured, "prompt": f"a photo of {told}"}
 
 
+def is_held_out(record):
+    """Whether a record asks for a pair of kinds, a kind in a colour or a kind in a number that no training record has:
+    a quarter of the pairs and of the numbers, a fifth of the colours, spread evenly. A single object never is."""
+    names = kinds()
+    places = [names.index(clause["class"]) for clause in record["include"]]
+    for place, clause in zip(places, record["include"], strict=True):
+        if "color" in clause and (place + 3 * COLOURS.index(clause["color"])) % 5 == 0:
+            return True
+    if record["tag"] == "counting":
+        return (places[0] + record["include"][0]["count"]) % 4 == 0
+    return len(places) == 2 and sum(places) % 4 == 1
+
+
+def draw_records(tag, count, seed, held_out=False):
+    """`count` random records of a part, held out or not (single objects are both). The same may come again."""
+    rng = random.Random(f"{seed} {tag} {held_out}")
+    records = []
+    while len(records) < count:
+        record = random_record(tag, rng, kinds())
+        if tag == "single_object" or is_held_out(record) == held_out:
+            records.append(record)
+    return records
+
+
 # ---- pictures --------------------------------------------------------------------------------------------------------
-def draw_scene(record, rng):
-    """An image (PIL, RGB) of which a record is true."""
+def draw_scene(record, rng, simple=False):
+    """An image (PIL, RGB) of which a record is true. simple: for a tiny model to learn from; the ground is one of
+    GROUNDS, and sprites begin at multiples of GRID pixels. Otherwise both are free."""
     clauses = record["include"]
     asked = [clause.get("color") for clause in clauses]
-    image = Image.new("RGB", (SIDE, SIDE), random_ground(rng, [PAINTS[colour] for colour in asked if colour]))
+    image = Image.new("RGB", (SIDE, SIDE), random_ground(rng, [PAINTS[colour] for colour in asked if colour], simple))
     objects = [clause for clause in clauses for _ in range(clause["count"])]
     for clause, cell in zip(objects, choose_cells(clauses, len(objects), rng), strict=True):
         sprite = load_sprite(clause["class"], clause.get("color"))
-        image.paste(sprite, tuple(side + rng.randint(-JITTER, JITTER) for side in cell), sprite)
+        place = [side + rng.randint(-JITTER, JITTER) for side in cell]
+        if simple:
+            place = [round(side / GRID) * GRID for side in place]
+        image.paste(sprite, tuple(place), sprite)
     return image
 
 
-def random_ground(rng, avoided):
-    """A plain colour, at least 90 (of 255, Euclid's distance) from the colours of the objects."""
+def random_ground(rng, avoided, simple=False):
+    """A plain colour, any or one of GROUNDS, at least 90 (of 255, Euclid's distance) from the colours of the objects."""
     while True:
-        ground = tuple(rng.randint(110, 245) for _ in range(3))
+        ground = rng.choice(GROUNDS) if simple else tuple(rng.randint(110, 245) for _ in range(3))
         if all(np.linalg.norm(np.subtract(ground, colour)) > 90 for colour in avoided):
             return ground
 
@@ -151,8 +180,8 @@ def choose_cells(clauses, count, rng):
     return [CELLS[higher], CELLS[lower]] if second_first else [CELLS[lower], CELLS[higher]]
 
 
-def random_scenes(tag, count, seed, names=None):
+def random_scenes(tag, count, seed, names=None, simple=False):
     """`count` pairs of an image and its record, of one part; names: of the kinds, all that have a sprite."""
     rng = random.Random(f"{seed} {tag}")
     records = [random_record(tag, rng, names or kinds()) for _ in range(count)]
-    return [(draw_scene(record, rng), record) for record in records]
+    return [(draw_scene(record, rng, simple), record) for record in records]

@@ -2,6 +2,7 @@
 
     python -m benchmarks.geneval_scenes --choose    # kinds, classes that compete and thresholds, on scenes of seed 0
     python -m benchmarks.geneval_scenes             # the table of docs/lab/scenes.md, on scenes of seed 2
+    python -m benchmarks.geneval_scenes --vae assets/embedded_scenes    # what a VAE keeps of its simple scenes
 
 Each scene also meets a record that is wrong by one thing: another kind, number, colour or place, or the two colours
 exchanged. Intervals are Wilson's, of 95 %.
@@ -11,12 +12,15 @@ import random
 from dataclasses import dataclass
 
 from assets.scenes import TAGS, draw_scene, kinds, random_scenes
+from common.cpu import repair_torchvision
 from common.rewards._box_colours import colours_of_boxes
 from common.rewards._geneval_rules import COLOURS, fraction_right, is_right, kept
 from common.rewards._nanodet import CHUNK, preprocess, read_nanodet, read_outputs, select
 
+import numpy as np
 import torch
 import tyro
+from PIL import Image
 
 OPPOSITE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
 LOWEST = 0.1  # places that are less sure of every class are not kept
@@ -31,6 +35,8 @@ class Args:
     seed: int = 2
     """seed of the table's scenes; --choose takes 0"""
     detector: str = "assets/nanodet"
+    vae: str = ""
+    """a pipeline's folder: instead of the table, how many scenes are right before and after its VAE"""
 
 
 # ---- scenes and outputs ----------------------------------------------------------------------------------------------
@@ -151,9 +157,48 @@ def print_table(model, count, seed):
         print(f"| {kind} | {' | '.join(f'{failed}/{tried}' for tried, failed in cells)} |")
 
 
+# ---- a VAE -----------------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def through_vae(vae, images):
+    """The images as the VAE decodes what it encodes, rounded to 8 bits."""
+    decoded = []
+    for start in range(0, len(images), CHUNK):
+        pixels = [torch.from_numpy(np.array(image)) for image in images[start : start + CHUNK]]
+        pixels = torch.stack(pixels).permute(0, 3, 1, 2) / 127.5 - 1  # (B, 3, H, W)
+        again = vae.decode(vae.encode(pixels).latent_dist.mode()).sample
+        again = ((again.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1)
+        decoded += [Image.fromarray(image.numpy()) for image in again]
+    return decoded
+
+
+def print_kept(model, vae, count, seed):
+    print("| part | scenes | right | right after the VAE | of the right ones | interval |\n|---|---|---|---|---|---|")
+    everywhere = [0, 0]
+    for tag in TAGS:
+        scenes = random_scenes(tag, count, seed, simple=True)
+        images = [image for image, _ in scenes]
+        right = []
+        for seen in (images, through_vae(vae, images)):
+            outputs = look(model, seen)
+            rows = zip(scenes, seen, outputs, strict=True)
+            right.append([judge(record, image, output, model.settings)[0] for (_, record), image, output in rows])
+        before, after = right
+        kept_ones = sum(a and b for a, b in zip(before, after, strict=True))
+        everywhere = [everywhere[0] + kept_ones, everywhere[1] + sum(before)]
+        cells = [count, sum(before), sum(after), f"{kept_ones / sum(before):.2f}", wilson(kept_ones, sum(before))]
+        print(f"| {tag} | {' | '.join(map(str, cells))} |", flush=True)
+    print(f"\n{everywhere[0] / everywhere[1]:.3f} of all that were right ({wilson(*everywhere)}).")
+
+
 def main(args):
     model = read_nanodet(args.detector).requires_grad_(False).eval()
-    if args.choose:
+    if args.vae:
+        repair_torchvision()
+        from diffusers import AutoencoderKL
+
+        vae = AutoencoderKL.from_pretrained(args.vae, subfolder="vae", torch_dtype=torch.float32)
+        print_kept(model, vae.requires_grad_(False).eval(), args.count, args.seed)
+    elif args.choose:
         print_kinds(model)
         print()
         print_thresholds(model, args.count)
