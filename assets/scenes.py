@@ -161,7 +161,7 @@ def draw_scene(record, rng, simple=False):
 
 
 def random_ground(rng, avoided, simple=False):
-    """A plain colour, any or one of GROUNDS, at least 90 (of 255, Euclid's distance) from the colours of the objects."""
+    """A plain colour, any or of GROUNDS, at least 90 (of 255, Euclid's distance) from the colours of the objects."""
     while True:
         ground = rng.choice(GROUNDS) if simple else tuple(rng.randint(110, 245) for _ in range(3))
         if all(np.linalg.norm(np.subtract(ground, colour)) > 90 for colour in avoided):
