@@ -1,6 +1,6 @@
 """Make the embedded model of scenes: a tiny Stable Diffusion 3 that draws what GenEval's prompts ask for, badly.
 
-    python -m assets.make_embedded_scenes                                             # two hours on two CPU cores
+    python -m assets.make_embedded_scenes                                             # hours on two CPU cores
     python -m assets.make_embedded_scenes --vae_steps 4 --steps 2 --num_scenes 8 --out try/model  # a quick look
 
 It writes a diffusers `StableDiffusion3Pipeline` folder (`assets/embedded_scenes`) and the task, GenEval's records
@@ -9,9 +9,9 @@ from `--seed` and the step counts, never from a clock; another machine's round-o
 
 Three stages: (1) an AutoencoderKL (factor 8, 16 channels) learns to reconstruct scenes, (2) scenes are drawn into
 `--work`, with their prompts, (3) contrib/sft.py trains the SD3 transformer, of random weights, on them. The text
-encoders stay as they were initialised: every word is a token, and random layers keep which word stands where. No stage
-sees a held-out pair, colour or number. Training stops early, where counts, colours and places are often wrong, so that
-RL has a way to go.
+encoders stay as they were initialised: every word is a token, and random layers keep which word stands where. The
+autoencoder sees every kind in every colour, the transformer no held-out pair, colour or number. It stops early, where
+counts, colours and places are often wrong, so that RL has a way to go.
 """
 
 import json
