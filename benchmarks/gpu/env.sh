@@ -1,4 +1,4 @@
-# What the programs call1.sh, call2.sh, call3.sh and call5.sh share; they source it. It sets ROOT, the checkout, and
+# What the programs call1.sh to call5.sh share; they source it. It sets ROOT, the checkout, and
 # begins to work in a folder of its own, WORK, which is removed at the end. What comes back is in $OUT, by default
 # gpu_results/ of the folder where the program was started: NAME.md, the report, and NAME.tar.gz, with every part's log;
 # of a second start NAME_2.md and NAME_2.tar.gz. The functions below take a part's name first: `plan plan sd35m ...` is
