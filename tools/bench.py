@@ -137,10 +137,10 @@ def summarise(bench: Bench, results: Sequence[Result]) -> list[dict[str, Any]]:
     return table
 
 
-def as_markdown(bench: Bench, table: Sequence[dict[str, Any]], policies: Sequence[str]) -> str:
+def as_markdown(label: str, protocol: Protocol, table: Sequence[dict[str, Any]], policies: Sequence[str]) -> str:
     """A row for each reward and part, a column for each policy; the protocol stands above."""
-    protocol = "; ".join(f"{name} {json.dumps(value)}" for name, value in bench.protocol.items())
-    lines = [f"## {bench.label}\n\n{protocol}\n", f"| | {' | '.join(policies)} |", f"|{'---|' * (len(policies) + 1)}"]
+    told = "; ".join(f"{name} {json.dumps(value)}" for name, value in protocol.items())
+    lines = [f"## {label}\n\n{told}\n", f"| | {' | '.join(policies)} |", f"|{'---|' * (len(policies) + 1)}"]
     for first in range(0, len(table), len(policies)):
         cells = [f"{table[first]['reward']} {table[first]['part']}".strip()]
         for row in table[first : first + len(policies)]:
@@ -217,7 +217,7 @@ def write(
     for bench, of_others in zip(benches, others, strict=True):
         results = [read_result(bench, policy, key) for policy, key in keys.items()] + of_others
         table = summarise(bench, results)
-        texts.append(as_markdown(bench, table, [result["policy"] for result in results]))
+        texts.append(as_markdown(bench.label, bench.protocol, table, [result["policy"] for result in results]))
         parts.append({"label": bench.label, "protocol": bench.protocol, "table": table, "results": results})
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     commit, _, _ = git_state(Path(__file__).parent)

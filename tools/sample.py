@@ -85,8 +85,10 @@ def read_policies(sources: Sequence[Path], model: str, first: str) -> dict[str, 
     return dict(sorted(policies.items(), key=lambda item: item[1][1] is None))
 
 
-def read_policy(source: Path, model: str) -> tuple[dict[str, torch.Tensor], Any]:
+def read_policy(source: Path, model: str | None) -> tuple[dict[str, torch.Tensor], Any]:
     """A run's, an adapter's or a LoRA checkpoint's tensors, and its LoraConfig; None for full weights.
+
+    model: that it is for; None checks only that its names are diffusers'.
 
     Raises:
         ValueError: there is none, or it is not for the model.

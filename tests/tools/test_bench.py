@@ -330,7 +330,7 @@ def test_genevals_score_is_the_mean_of_its_parts(tmp_path, field, score):
     table = bench.summarise(made, [base, other])
     means = {row["part"]: row["difference"][0] for row in table if row["policy"] == "other"}
     assert means == pytest.approx({"": score, "one": 0.5, "two": 1.0})
-    lines = bench.as_markdown(made, table, ["base", "other"]).splitlines()
+    lines = bench.as_markdown(made.label, made.protocol, table, ["base", "other"]).splitlines()
     assert re.search(r" \(4 .*\) \|$", lines[-3])
     assert lines[-1] == "| geneval two | 0.000 | 1.000, +1.000 [+1.000, +1.000] |"
 
@@ -346,7 +346,7 @@ def test_a_part_of_one_prompt_has_a_mean_and_no_interval(tmp_path):
     made = bench.Bench("set", prompts, {"rewards": ["geneval"], "seeds": "eval"}, tmp_path)
     table = bench.summarise(made, results)
     assert json.loads(json.dumps(table[1]))["mean"] == [0.5, None, None]
-    whole, one, two = bench.as_markdown(made, table, ["base", "other"]).splitlines()[-3:]
+    whole, one, two = bench.as_markdown(made.label, made.protocol, table, ["base", "other"]).splitlines()[-3:]
     assert whole.startswith("| geneval | 0.000 | 0.500, +0.500 (")
     assert one.startswith("| geneval one | 0.000 | 0.500, +0.500 (")
     assert two.startswith("| geneval two | 0.000 | 0.500, +0.500 [-5.853, +6.853]")
