@@ -21,7 +21,7 @@ import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -207,27 +207,7 @@ def usage_of(policy: Policy, base: Base, options: dict[str, Any], prompt: str, n
         takes = inspect.signature(getattr(diffusers, pipeline).__call__).parameters
     with error_prefix(folder / "transformer" / "config.json", Exception):
         config = json.loads((folder / "transformer" / "config.json").read_text(encoding="utf-8"))
-    height, width = options["image_size"]
-    arguments: dict[str, Any] = {"prompt": prompt, "height": height, "width": width}
-    if num_sources:
-        opened = [f'load_image("source{number or ""}.png")' for number in range(num_sources)]
-        arguments = {"image": Code(opened[0] if num_sources == 1 else f"[{', '.join(opened)}]")} | arguments
-    if "max_area" in takes:  # FLUX.1 Kontext would make about a million pixels
-        arguments |= {"max_area": height * width, "_auto_resize": False}
-    if "num_frames" in takes:
-        arguments["num_frames"] = options["num_frames"]
-    arguments["num_inference_steps"] = options["num_inference_steps"]
-    scale = options["guidance_scale"]
-    if "true_cfg_scale" in takes and not config.get("guidance_embeds"):  # a second pass, which needs a negative prompt
-        arguments |= {"true_cfg_scale": scale}
-        arguments |= {"negative_prompt": options["negative_prompt"]} if scale > 1 else {}
-    else:
-        arguments["guidance_scale"] = scale - 1 if pipeline in COUNT_FROM_0 else scale
-        if options["negative_prompt"] and "negative_prompt" in takes:
-            arguments["negative_prompt"] = options["negative_prompt"]
-    if "max_sequence_length" in takes:
-        arguments["max_sequence_length"] = options["max_sequence_length"]
-
+    arguments = call_arguments(pipeline, takes, config, options, prompt, num_sources)
     dtype = f"torch.{options['dtype']}"
     names = [pipeline] if policy.is_lora else sorted([pipeline, config["_class_name"]])
     lines = ["import torch", f"from diffusers import {', '.join(names)}"]
@@ -239,6 +219,7 @@ def usage_of(policy: Policy, base: Base, options: dict[str, Any], prompt: str, n
         lines.append(f"from diffusers.utils import {', '.join(helpers)}")
     lines.append("")
     if pipeline == "QwenImageEditPlusPipeline":
+        height, width = options["image_size"]
         lines.append(f"pipeline_qwenimage_edit_plus.VAE_IMAGE_SIZE = {height} * {width}")
     if policy.is_lora:
         lines.append(f'pipe = {pipeline}.from_pretrained("{base.name}", dtype={dtype})')
@@ -256,6 +237,42 @@ def usage_of(policy: Policy, base: Base, options: dict[str, Any], prompt: str, n
         lines.append('made.images[0].save("image.png")')
         task = "image-to-image" if num_sources else "text-to-image"
     return Usage("\n".join(lines), task)
+
+
+def call_arguments(
+    pipeline: str,
+    takes: Collection[str],
+    config: dict[str, Any],
+    options: dict[str, Any],
+    prompt: str,
+    num_sources: int,
+) -> dict[str, Any]:
+    """The arguments of the pipeline's call for the size, steps and guidance of these options.
+
+    takes: names of the arguments that it has. config: the transformer's.
+    """
+    height, width = options["image_size"]
+    arguments: dict[str, Any] = {"prompt": prompt, "height": height, "width": width}
+    if num_sources:
+        names = [f"source{number or ''}.png" for number in range(num_sources)]
+        opened = [f'load_image("{name}").resize(({width}, {height}))' for name in names]
+        arguments = {"image": Code(opened[0] if num_sources == 1 else f"[{', '.join(opened)}]")} | arguments
+    if "max_area" in takes:  # FLUX.1 Kontext would make about a million pixels
+        arguments |= {"max_area": height * width, "_auto_resize": False}
+    if "num_frames" in takes:
+        arguments["num_frames"] = options["num_frames"]
+    arguments["num_inference_steps"] = options["num_inference_steps"]
+    scale = options["guidance_scale"]
+    if "true_cfg_scale" in takes and not config.get("guidance_embeds"):  # a second pass, which needs a negative prompt
+        arguments |= {"true_cfg_scale": scale}
+        arguments |= {"negative_prompt": options["negative_prompt"]} if scale > 1 else {}
+    else:
+        arguments["guidance_scale"] = scale - 1 if pipeline in COUNT_FROM_0 else scale
+        if options["negative_prompt"] and "negative_prompt" in takes:
+            arguments["negative_prompt"] = options["negative_prompt"]
+    if "max_sequence_length" in takes:
+        arguments["max_sequence_length"] = options["max_sequence_length"]
+    return arguments
 
 
 class Code(str):
@@ -411,7 +428,8 @@ def files_section(record: dict, policy: Policy) -> list[str]:
             shown = f"code {Path(name).name}"
         rows.append(f"| `{shown}` | {content} |")
     rows.append(f"| `{policy.file.name}` | {digest([policy.file])} |")
-    return ["| read or written | size and digest |", "|---|---|", *rows]
+    note = "The digest of what is above 64 MiB is that of 64 pieces of it."
+    return ["| read or written | size and digest |", "|---|---|", *rows, "", note]
 
 
 def license_section(own: dict[str, Any], base: Base) -> list[str]:
@@ -461,7 +479,7 @@ def write_images(folder: Path, pairs: Sequence[Pair]) -> list[dict]:
                 cells.append(image)
                 record = (pair.before, pair.after)[number]
                 scores = [f"{key} {value:.2f}" for key, value in record.items() if isinstance(value, float)]
-                captions.append(f"{record['prompt']}\n{name}  {'  '.join(scores)}")
+                captions.append(f"{' '.join(record['prompt'].split())}\n{name}  {'  '.join(scores)}")
     save_grid(folder / "before_after.png", cells, captions, columns=columns)
     (folder / "images").mkdir()
     widget = []
@@ -492,8 +510,14 @@ def make_folder(folder: Path, args: argparse.Namespace) -> None:
     prompt = pairs[0].after["prompt"] if pairs else "a prompt of yours"
     num_sources = len(pairs[0].after.get("image", ())) if pairs else 0
     usage = usage_of(policy, base, options, prompt, num_sources, args.to or TO_BE_NAMED)
-    bench = args.bench or (run / "bench" if (run / "bench" / "bench.json").is_file() else None)
-    tables = bench_tables(bench, policy) if bench else []
+    if not pairs:
+        print(f"{run}: no images and no scores, which need an evaluation of step 0 and one up to step {policy.step}")
+    tables = bench_tables(args.bench, policy) if args.bench else []
+    if not args.bench and (run / "bench" / "bench.json").is_file():
+        try:
+            tables = bench_tables(run / "bench", policy)
+        except ValueError as error:  # it may be of the best adapter, where the last one is shared
+            print(f"left out: {error}")
     sources = [name.removeprefix("source ") for name in record.get("contents", {}) if name.startswith("source ")]
     script = next((name for name in sources if name.endswith(".py")), "a script")
     algorithm = algorithm_of(run, script)

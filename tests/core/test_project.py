@@ -1,5 +1,6 @@
-"""The lists of packages in pyproject.toml and in the requirements files are equal, and each package is pinned."""
+"""The lists of packages in pyproject.toml, the requirements files and the container are equal, and each is pinned."""
 
+import re
 import tomllib
 
 from tests.conftest import ROOT
@@ -34,3 +35,24 @@ def test_a_complete_file_includes_what_training_and_tests_need(file: str) -> Non
 def test_every_package_is_pinned() -> None:
     for path in ROOT.glob("requirements*.txt"):
         assert [line for line in pinned(path.name) if line.count("==") != 1] == []
+
+
+def test_the_container_has_the_versions_of_the_requirements_and_of_ci() -> None:
+    """By its text alone: nothing here builds it."""
+    text = (ROOT / "recipes" / "container" / "Containerfile").read_text().replace("\\\n", " ")
+    steps = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
+    assert {name for name, _ in steps} == {"FROM", "RUN", "COPY", "ENV", "WORKDIR"} and steps[0][0] == "FROM"
+    python = re.fullmatch(r"python:([\d.]+)-slim-\w+", steps[0][1])
+    workflow = (ROOT / ".github" / "workflows" / "test.yml").read_text()
+    assert python and f'python-version: "{python[1]}"' in workflow  # on which every test runs
+    (copied,) = [rest.split()[:-1] for name, rest in steps if name == "COPY"]
+    asked = ["requirements-cuda.txt"]
+    asked += re.findall(r"^-r (.*)$", (ROOT / "requirements-cuda.txt").read_text(), re.M)
+    assert sorted(copied) == sorted(asked)
+    (installed,) = [rest for name, rest in steps if name == "RUN" and rest.startswith("pip ")]
+    assert "-r /requirements/requirements-cuda.txt" in installed
+    known = (ROOT / ".ci" / "run").read_text() + "\n".join(line for file in asked for line in pinned(file))
+    named = re.findall(r"[\w-]+==[\w.]+", text)
+    assert named and all(package in known for package in named)
+    cuda = re.search(r"cuda>=(\d+)\.", text)
+    assert cuda and f"CUDA {cuda[1]} " in (ROOT / "requirements-cuda.txt").read_text()

@@ -208,7 +208,7 @@ def test_the_last_adapter_is_of_the_last_checkpoint(run, phase, step):
     assert ("which has no evaluation" in card.text) == (step == 2)
 
 
-def test_a_bench_of_these_weights_stands_in_the_card(run, tmp_path, monkeypatch):
+def test_a_bench_of_these_weights_stands_in_the_card(run, tmp_path, monkeypatch, capsys):
     for name, value in one_rank_environment().items():
         monkeypatch.setenv(name, value)
     words = ["--prompts", tmp_path / "own.txt", "--reward", brightness_reward(tmp_path), "--output", run / "bench"]
@@ -222,6 +222,17 @@ def test_a_bench_of_these_weights_stands_in_the_card(run, tmp_path, monkeypatch)
     file = run / "adapter" / share.DIFFUSERS_FILE
     save_file({name: 2 * tensor for name, tensor in load_file(file).items()}, file)
     assert "bench.json" in refused(run, "--license", "mit", "--bench", run / "bench")
+    capsys.readouterr()
+    card, _ = shared(run)
+    assert "own.txt" not in card.text and "bench.json" in capsys.readouterr().out
+
+
+def test_a_run_without_an_evaluation_before_training_has_no_images(run, capsys):
+    shutil.rmtree(run / "samples" / "0000")
+    card, folder = shared(run)
+    assert {path.name for path in folder.iterdir()} == {"README.md", share.DIFFUSERS_FILE}
+    assert "![" not in card.text and card.data.get("widget") is None and "step 0" in capsys.readouterr().out
+    assert image_of(code_of(card), folder).size == (96, 32)
 
 
 @pytest.mark.parametrize(
