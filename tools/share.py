@@ -342,13 +342,17 @@ def loading_section(usage: Usage, policy: Policy, base: Base, is_gated: bool, op
     """The code, and what its reader must know."""
     lines = ["```python", usage.code, "```", ""]
     lines.append("Size, steps and guidance are those of the run's evaluation. See below for the versions of libraries.")
+    if "load_image" in usage.code:
+        lines.append("`source.png` is an image of yours, brought to the size of training.")
     if is_gated:
         lines.append("The base model is gated: accept its licence on its page, and log in with `hf auth login`.")
     if not base.is_on_hub:
         lines.append(f"`{base.name}` is a folder of CleanFlow's checkout: run the code there.")
     if not policy.is_lora:
         lines.append("This repository has the transformer alone. The other parts are the base model's.")
-    elif options.get("base_weights"):
+    else:
+        lines.append("Ignore diffusers' lines about keys of text encoders: only the transformer was trained.")
+    if policy.is_lora and options.get("base_weights"):
         lines.append("The LoRA was trained over a quantised base model; the code loads it on the full weights.")
     return lines
 

@@ -16,7 +16,7 @@ import diffusers
 import httpx
 import pytest
 import torch
-from huggingface_hub import ModelCard, ModelCardData, constants
+from huggingface_hub import HfApi, ModelCard, ModelCardData, constants
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -39,7 +39,7 @@ def run(made, tmp_path):
 
 
 class Hub:
-    """A stand-in of the hub's API, which knows one model."""
+    """A stand-in of the hub's API, which knows one model, and takes the arguments of the real one."""
 
     def __init__(self) -> None:
         self.base = ""  # its name
@@ -57,10 +57,13 @@ class Hub:
     def create_repo(self, name: str, *, private: bool) -> str:
         if self.fault:
             raise self.fault
+        inspect.signature(HfApi.create_repo).bind(self, name, private=private)
         self.made.append((name, private))
         return f"https://hub.example/{name}"
 
     def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> None:
+        options = {"repo_id": repo_id, "folder_path": folder_path, "commit_message": commit_message}
+        inspect.signature(HfApi.upload_folder).bind(self, **options)
         self.uploaded[repo_id] = sorted(path.name for path in Path(folder_path).iterdir())
 
 
