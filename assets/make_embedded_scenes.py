@@ -225,8 +225,12 @@ def write_scenes(folder, count, seed):
     folder.mkdir(parents=True, exist_ok=True)
     for thousand in range(-(-count // 1000)):
         (folder / f"{thousand:03d}").mkdir(exist_ok=True)
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        records = list(pool.map(write_scene, repeat(folder), repeat(seed), range(count), chunksize=100))
+    scenes = (repeat(folder), repeat(seed), range(count))
+    if count <= 100:  # a process takes longer to start
+        records = list(map(write_scene, *scenes))
+    else:
+        with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+            records = list(pool.map(write_scene, *scenes, chunksize=100))
     (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
