@@ -9,7 +9,8 @@ group; None until it has been drawn. weights: M, what the function returned last
 weights, not negative and not all 0: a prompt is drawn with a chance in proportion to its own.
 
 The function must not keep anything from one call to the next: scores and weights are in the checkpoint, and nothing
-else of it. Rank 0 alone calls it, in the thread of users' files.
+else of it. Each rank tries it before the model loads, as for step 1. Later rank 0 alone calls it. All this is in the
+thread of users' files.
 """
 
 import functools
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 from common.data import PromptSet
 from common.distributed import failing_together, gather_objects, on_rank_0
 from common.errors import RunError
+from common.scoring import as_scalar
 from common.user_code import call_user_code, describe, load_function, own_file, own_folder
 
 import torch
@@ -68,6 +70,7 @@ def check_weights(returned: object, count: int, subject: str) -> list[float]:
     if not isinstance(returned, Sequence) or isinstance(returned, str) or len(returned) != count:
         size = f" of {len(returned)}" if isinstance(returned, Sequence) else ""
         raise RunError(f"{subject}: it returned a {type(returned).__name__}{size}; return {count} weights")
+    returned = [as_scalar(weight) for weight in returned]  # a list may have numbers of NumPy or torch
     for row, weight in enumerate(returned):
         if not isinstance(weight, int | float) or not 0 <= weight < math.inf:
             raise RunError(f"{subject}: weight {row} is {weight!r}; a weight is a finite number, at least 0")

@@ -170,6 +170,7 @@ class GroupSampler:
         # NaN until it has one; None: prompts are drawn in epochs
         self.weights: torch.Tensor | None = None
         self.scores: torch.Tensor | None = None
+        self.scored_prompts = ""  # a digest of the prompts that these belong to
         # of the step that was drawn last: the row of each group's prompt, and its rollout in the step, (P,) each
         self.group_rows = torch.zeros(prompts_per_step, dtype=torch.long)
         self.group_rollouts = torch.zeros_like(self.group_rows)
@@ -240,8 +241,9 @@ class GroupSampler:
             rows = [int(torch.multinomial(self.weights, 1, generator=generator)) for generator in generators]
         return torch.tensor(rows, dtype=torch.long)
 
-    def begin_curriculum(self) -> None:
-        """Draw by weights from now on, all 1 at first."""
+    def begin_curriculum(self, prompts: str) -> None:
+        """Draw by weights from now on, all 1 at first. prompts: a digest of those that are drawn from."""
+        self.scored_prompts = prompts
         num_prompts = sum(number for number, _ in self.parts)
         self.weights = torch.ones(num_prompts, dtype=torch.float64)
         self.scores = torch.full_like(self.weights, torch.nan)
@@ -265,18 +267,18 @@ class GroupSampler:
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"position": self.position}
         if self.weights is not None and self.scores is not None:
-            state |= {"weights": self.weights.clone(), "scores": self.scores.clone()}
+            state |= {"weights": self.weights.clone(), "scores": self.scores.clone(), "prompts": self.scored_prompts}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
-        if self.weights is None or "weights" not in state:
+        if self.weights is None or "weights" not in state or not len(self.weights):  # --eval_only has no prompts
             return
-        if len(state["weights"]) == len(self.weights):
+        if state["prompts"] == self.scored_prompts:
             self.weights, self.scores = state["weights"].clone(), state["scores"].clone()
         else:
-            other = f"the checkpoint's weights are of {len(state['weights'])} prompts, and here are {len(self.weights)}"
-            print_once(f"--curriculum: {other}: its scores begin anew")
+            counts = f"{len(state['weights'])} of the checkpoint, {len(self.weights)} here"
+            print_once(f"--curriculum: the training prompts are not the checkpoint's ({counts}): its scores begin anew")
 
 
 def fit_micro_batch(

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from common.curriculum import next_weights
 from common.data import GroupSampler, PromptSet, Redrawn
+from common.files import digest_records
 from common.rollout import RolloutRequest, Trajectories
 from common.scoring import Reward, Scorer, has_spread, weighted_totals
 
@@ -40,7 +41,7 @@ class StepRollouts:
         self.train_set = train_set
         self.curriculum = curriculum
         if curriculum:
-            sampler.begin_curriculum()
+            sampler.begin_curriculum(digest_records(zip(train_set.prompts, train_set.metadata, strict=True)))
         self.redrawn: Redrawn | None = None  # None: this rollout makes all images
         self._is_equal = torch.ones(sampler.prompts_per_step, dtype=torch.bool)  # (P,)
         self._scorer: Scorer | None = None
@@ -81,9 +82,18 @@ class StepRollouts:
         self._trajectories = trajectories
         return trajectories
 
-    def judge(self, scores: torch.Tensor, reward_weights: Sequence[float], group_size: int) -> None:
-        """See which groups are equal, by the scores (N, R) of all ranks. group_size: that of images that a loss
-        compares, of which a prompt's group may have several."""
+    def judge(
+        self,
+        scores: torch.Tensor,
+        reward_weights: Sequence[float],
+        group_size: int,
+        aggregation: str = "sum_then_normalize",
+    ) -> None:
+        """See which groups are equal, by the scores (N, R) of all ranks.
+
+        group_size: that of images that a loss compares, of which a prompt's group may have several. aggregation: of
+        several rewards. With "normalize_then_sum" a group whose totals are equal is learned from where a reward differs.
+        """
         sampler = self.sampler
         if sampler.scores is not None:
             totals = weighted_totals(scores, reward_weights)
@@ -91,5 +101,6 @@ class StepRollouts:
             for row, total in zip(sampler.group_rows.tolist(), totals.tolist(), strict=True):
                 if not math.isnan(total):
                     sampler.scores[row] = total  # of a prompt that was drawn twice, the last
-        is_spread = has_spread(scores, reward_weights, group_size).view(sampler.prompts_per_step, -1)
-        self._is_equal = ~is_spread.any(1)
+        each_reward = aggregation == "normalize_then_sum"
+        is_spread = has_spread(scores, reward_weights, group_size, each_reward=each_reward)
+        self._is_equal = ~is_spread.view(sampler.prompts_per_step, -1).any(1)

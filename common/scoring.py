@@ -392,12 +392,24 @@ def all_equal(rewards: torch.Tensor) -> torch.Tensor:
     return spread <= 1e-6 * rewards.abs().amax(-1, keepdim=True)
 
 
-def has_spread(scores: torch.Tensor, reward_weights: Sequence[float], group_size: int) -> torch.Tensor:
+def has_spread(
+    scores: torch.Tensor, reward_weights: Sequence[float], group_size: int, *, each_reward: bool = False
+) -> torch.Tensor:
     """Whether the weighted totals of a group's whole images differ, and there are at least two of them: (P,) of scores
-    (N, R), group by group, NaN where a reward failed. Otherwise nothing is learned from the group."""
-    totals = weighted_totals(scores, reward_weights).view(-1, group_size)  # (P, G)
-    whole = [group[group.isfinite()] for group in totals]
-    return torch.tensor([len(group) >= 2 and not bool(all_equal(group)) for group in whole])
+    (N, R), group by group, NaN where a reward failed. Otherwise nothing is learned from the group.
+
+    each_reward: whether the advantages are each reward's own. Then it is enough that one of their scores differs.
+    """
+    totals = weighted_totals(scores, reward_weights)  # (N,)
+    compared = [totals]
+    if each_reward:
+        weighted = [column for column, weight in zip(scores.T, reward_weights, strict=True) if weight]
+        compared += [column.where(totals.isfinite(), torch.nan) for column in weighted]
+    is_spread = []  # (P,) each
+    for values in compared:
+        whole = [group[group.isfinite()] for group in values.view(-1, group_size)]
+        is_spread.append(torch.tensor([len(group) >= 2 and not bool(all_equal(group)) for group in whole]))
+    return torch.stack(is_spread).any(0)
 
 
 def count_by_reward(has_failed: torch.Tensor, names: Iterable[str]) -> str:

@@ -719,7 +719,7 @@ def main(args: Args, inputs: Inputs) -> None:
             with run.timed("reward", per_image=True):
                 # (N, R): NaN where scoring failed, -inf where a prompt's record does not ask for the reward
                 scores = gather_rows(scorer.scores(image_index, args.group_size), image_index)
-                rollouts.judge(scores, args.reward_weights, args.group_size)
+                rollouts.judge(scores, args.reward_weights, args.group_size, args.multi_objective_aggregation)
 
         # compare the images of a prompt (Flow-GRPO, eq. 4); a failed image, or one without others, gets 0
         with run.timed("adv"):

@@ -752,7 +752,7 @@ def main(args: Args, inputs: Inputs) -> None:
             with run.timed("reward", per_image=True):
                 # (N, R): NaN where scoring failed, -inf where a prompt's record does not ask for the reward
                 scores = gather_rows(scorer.scores(image_index, args.group_size), image_index)
-                rollouts.judge(scores, args.reward_weights, compared_size(args))
+                rollouts.judge(scores, args.reward_weights, compared_size(args), args.multi_objective_aggregation)
 
         # compare the images of a prompt, or of a seed, with each other, over all ranks (Flow-GRPO, eq. 4)
         with run.timed("adv"):

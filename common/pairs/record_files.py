@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.errors import error_prefix
-from common.files import read_records, split_source
+from common.files import find_shards, read_records, split_source
 from common.files.pictures import StoredImage, find_images
 
 
@@ -43,14 +43,16 @@ def read_image_records(sources: Sequence[Path | str]) -> list[ImageRecord]:
     """
     records = []
     for source in sources:
-        path, _ = split_source(source)
-        beside = path / "shards" if path.is_dir() else path  # paths of images are relative to its folder
-        for where, record in read_records(source):
-            with error_prefix(where):
-                if record.get("image") is None:
-                    raise ValueError('a record needs "image", the path of an image, or its bytes in a parquet file')
-                images = find_images("image", record["image"], beside, where)
-                if len(images) > 1:
-                    raise ValueError(f'"image": has {len(images)} images; a record has one')
-            records.append(ImageRecord(record["prompt"], images[0]))
+        path, field = split_source(source)
+        with error_prefix(path):
+            files = [path] if path.suffix == ".py" else find_shards(path)
+        for file in files:  # one by one, as paths of images are relative to it
+            for where, record in read_records(f"{file}:{field}" if field else file):
+                with error_prefix(where):
+                    if record.get("image") is None:
+                        raise ValueError('a record needs "image", the path of an image, or its bytes in a parquet file')
+                    images = find_images("image", record["image"], file, where)
+                    if len(images) > 1:
+                        raise ValueError(f'"image": has {len(images)} images; a record has one')
+                records.append(ImageRecord(record["prompt"], images[0]))
     return records

@@ -4,10 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from common.curriculum import check_weights
 from common.data import GroupSampler
+from common.process import print_once
 from tests.algorithms.test_mains import TOY, options_of
 from tests.conftest import assert_one_line, read_metrics, run_here, torchrun, without_times
 
+import numpy as np
 import pytest
 import torch
 
@@ -110,7 +113,7 @@ def test_what_has_draws_of_its_own_refuses_it(script, changes, tmp_path):
 def test_draws_go_by_the_weights_and_by_their_place_alone():
     def sampler(prompts_per_step: int) -> GroupSampler:
         made = GroupSampler(4, prompts_per_step, 2, seed=3, rank=0, world_size=1)
-        made.begin_curriculum()
+        made.begin_curriculum("abcd")
         made.weights = torch.tensor([1.0, 3.0, 0.0, 4.0])
         return made
 
@@ -123,21 +126,43 @@ def test_draws_go_by_the_weights_and_by_their_place_alone():
 
 
 def test_a_checkpoint_of_other_prompts_begins_the_scores_anew(capfd):
-    three, four = (GroupSampler(count, 2, 2, seed=3, rank=0, world_size=1) for count in (3, 4))
-    three.begin_curriculum()
-    three.scores = torch.tensor([0.5, 0.25, torch.nan], dtype=torch.float64)
-    three.weights = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
-    three.draw()
-    state = three.state_dict()
-    same = GroupSampler(3, 2, 2, seed=3, rank=0, world_size=1)
-    same.begin_curriculum()
+    def sampler(count: int, prompts: str | None) -> GroupSampler:
+        made = GroupSampler(count, 2, 2, seed=3, rank=0, world_size=1)
+        if prompts is not None:
+            made.begin_curriculum(prompts)
+        return made
+
+    saved = sampler(3, "abc")
+    saved.scores = torch.tensor([0.5, 0.25, torch.nan], dtype=torch.float64)
+    saved.weights = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    saved.draw()
+    state = saved.state_dict()
+    same = sampler(3, "abc")
     same.load_state_dict(state)
-    assert torch.equal(same.draw()[0], three.draw()[0]) and same.scores[:2].tolist() == [0.5, 0.25]
-    assert capfd.readouterr().err == ""
-    four.begin_curriculum()
-    four.load_state_dict(state)
-    assert four.position == 2 and four.weights.tolist() == [1.0] * 4 and four.scores.isnan().all()
-    assert "--curriculum: " in "".join(capfd.readouterr())
-    plain = GroupSampler(3, 2, 2, seed=3, rank=0, world_size=1)  # without a curriculum
+    assert torch.equal(same.draw()[0], saved.draw()[0]) and same.scores[:2].tolist() == [0.5, 0.25]
+    nothing = sampler(0, "")  # of --eval_only
+    nothing.load_state_dict(state)
+    assert "".join(capfd.readouterr()) == ""
+    for other in (sampler(4, "abcd"), sampler(3, "acb")):
+        print_once.cache_clear()
+        other.load_state_dict(state)
+        assert other.position == 2 and set(other.weights.tolist()) == {1.0} and other.scores.isnan().all()
+        assert "--curriculum: " in "".join(capfd.readouterr())
+    plain = sampler(3, None)  # without a curriculum
     plain.load_state_dict(state)
     assert plain.state_dict() == {"position": 2}
+
+
+def test_a_resumed_run_of_other_prompts_has_no_scores_yet(tmp_path):
+    """As many prompts, in another order: a score would be another prompt's."""
+    assert run_here(tmp_path, "flow_grpo.py", *options(tmp_path, name="run", num_steps=1)) is None
+    changed = options(tmp_path, name="run", num_steps=2, resume="latest")
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS[::-1]) + "\n")
+    assert run_here(tmp_path, "flow_grpo.py", *changed) is None
+    step, prompts, scores, weights = json.loads((tmp_path / "given.jsonl").read_text().splitlines()[-1])
+    assert (step, prompts, scores, weights) == (2, PROMPTS[::-1], [None] * 5, [1.0] * 5)
+
+
+def test_weights_may_be_numbers_of_numpy_and_torch():
+    for weights in (np.array([1, 2], np.float32), torch.tensor([1, 2])):
+        assert check_weights(list(weights), 2, "--curriculum") == [1.0, 2.0]

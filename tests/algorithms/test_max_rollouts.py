@@ -8,10 +8,11 @@ from typing import Any
 
 from common.data import GroupSampler, PromptSet, Redrawn
 from common.engine import client
+from common.redraw import StepRollouts
 from common.run.inputs import check_batches
 from common.scoring import NOT_ASKED, Scorer, has_spread
 from common.sde import image_seed
-from flow_grpo import Args
+from flow_grpo import Args, combine_advantages
 from tests.algorithms.test_mains import CASES, OTHERS, TOY, EngineByHand, lora_of_file, options_of
 from tests.conftest import assert_one_line, constant_reward, read_metrics, run_here, torchrun, without_times
 
@@ -220,6 +221,29 @@ def test_a_group_has_a_spread_where_two_whole_images_differ():
     }
     scores = torch.tensor([row for rows, _ in groups.values() for row in rows], dtype=torch.float64)
     assert has_spread(scores, [1, 2], 2).tolist() == [wanted for _, wanted in groups.values()]
+    # where advantages are each reward's own
+    own = {**groups, "equal totals": (None, True)}
+    assert has_spread(scores, [1, 2], 2, each_reward=True).tolist() == [wanted for _, wanted in own.values()]
+    assert has_spread(torch.tensor([[1.0, 3.0], [1.0, 4.0]]), [1, 0], 2, each_reward=True).tolist() == [False]
+
+
+def test_a_group_of_equal_totals_stays_where_each_rewards_own_advantages_teach():
+    """Of the weights 1 and 2 its totals are 1; the normalised advantages are -1 and 1, so that their sum is not 0."""
+    sampler = GroupSampler(8, 2, 4, seed=5, rank=0, world_size=1)
+    scores = torch.tensor([[1, 0], [1, 0], [0, 0.5], [0, 0.5], [1, 0], [1, 0], [1, 0], [1, 0]], dtype=torch.float64)
+    for aggregation, redrawn in (("normalize_then_sum", [1]), ("sum_then_normalize", [0, 1])):
+        args = Args(
+            reward=("a", "b"), reward_weights=(1, 2), group_size=4, multi_objective_aggregation=aggregation
+        )
+        advantages = combine_advantages(args, scores, 5.0).view(2, 4)
+        assert (advantages == 0).all(1).nonzero()[:, 0].tolist() == redrawn
+        rollouts = StepRollouts(sampler, 2, PromptSet(list("abcdefgh"), [{}] * 8))
+        draws = rollouts.draw(1)
+        next(draws)
+        rows = sampler.group_rows.clone()
+        rollouts.judge(scores, args.reward_weights, 4, aggregation)
+        next(draws)
+        assert (sampler.group_rows != rows).nonzero()[:, 0].tolist() == redrawn
 
 
 def test_the_sampled_log_probs_are_refused_before_the_run():

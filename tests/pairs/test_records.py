@@ -53,6 +53,16 @@ def test_records_of_several_files_are_read_in_their_order(folder, tmp_path):
     assert found[2].image.content.is_file() and found[0].sources == () and found[0].images == (found[0].image,)
 
 
+def test_images_are_beside_the_file_of_a_pattern_that_names_them(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        Image.new("RGB", (96, 32)).save(tmp_path / name / "0.png")
+        (tmp_path / name / "train.jsonl").write_text(json.dumps({"caption": name, "image": "0.png"}) + "\n")
+    found = read_image_records([f"{tmp_path}/*/train.jsonl:caption"])
+    images = [(record.prompt, record.image.content) for record in found]
+    assert images == [("one", tmp_path / "one" / "0.png"), ("two", tmp_path / "two" / "0.png")]
+
+
 def test_bytes_of_a_folder_of_parquet_files_are_read(tmp_path):
     stored = io.BytesIO()
     Image.new("RGB", (96, 32), "red").save(stored, "PNG")
