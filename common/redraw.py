@@ -92,7 +92,7 @@ class StepRollouts:
         """See which groups are equal, by the scores (N, R) of all ranks.
 
         group_size: that of images that a loss compares, of which a prompt's group may have several. aggregation: of
-        several rewards. With "normalize_then_sum" a group whose totals are equal is learned from where a reward differs.
+        several rewards. With "normalize_then_sum" a group of equal totals is learned from where a reward differs.
         """
         sampler = self.sampler
         if sampler.scores is not None:

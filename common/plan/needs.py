@@ -56,6 +56,7 @@ class PlannedRun(Workload):
     prompt_cache: str | None = None
     rollout: str = "local"
     rollout_batch_size: int = 0
+    max_rollouts: int = 1
     engine_with: tuple[str, ...] = ()
     engine_devices: tuple[int, ...] = ()
     eval_num_inference_steps: int = 1
@@ -469,7 +470,8 @@ def work(w: PlannedRun, costs: Costs) -> dict[str, Work]:
     if w.sampled_steps:
         decoded = 0 if w.chained_steps else n  # otherwise in the update
         phases["rollout"] = Work(n * w.sampled_steps * costs.sampling.flops, decoded * costs.decoding.flops)
-    is_others = w.has_engine or w.sampling_batch_images != w.micro_batch_images  # else the update's own, to the bit
+    # else they are the update's own, to the bit
+    is_others = w.has_engine or w.sampling_batch_images != w.micro_batch_images or w.max_rollouts > 1
     if w.recomputes_log_probs and is_others:
         phases["old log-probs"] = Work(passes * costs.forward.flops)
     trained = w.epochs * costs.training.flops

@@ -232,9 +232,7 @@ def test_a_group_of_equal_totals_stays_where_each_rewards_own_advantages_teach()
     sampler = GroupSampler(8, 2, 4, seed=5, rank=0, world_size=1)
     scores = torch.tensor([[1, 0], [1, 0], [0, 0.5], [0, 0.5], [1, 0], [1, 0], [1, 0], [1, 0]], dtype=torch.float64)
     for aggregation, redrawn in (("normalize_then_sum", [1]), ("sum_then_normalize", [0, 1])):
-        args = Args(
-            reward=("a", "b"), reward_weights=(1, 2), group_size=4, multi_objective_aggregation=aggregation
-        )
+        args = Args(reward=("a", "b"), reward_weights=(1, 2), group_size=4, multi_objective_aggregation=aggregation)
         advantages = combine_advantages(args, scores, 5.0).view(2, 4)
         assert (advantages == 0).all(1).nonzero()[:, 0].tolist() == redrawn
         rollouts = StepRollouts(sampler, 2, PromptSet(list("abcdefgh"), [{}] * 8))

@@ -281,6 +281,8 @@ def test_work_and_seconds(monkeypatch):
     w = replace(SMALL, ranks=2, epochs=2, policies=policies, acting_passes=1, rollout="vllm", recomputes_log_probs=True)
     expected = {"rollout": (120, 40), "old log-probs": (56, 0), "update": (536, 0), "evaluation": (2 * 10, 2 * 10)}
     assert needs.work(w, COSTS) == expected
+    assert "old log-probs" not in needs.work(replace(w, rollout="local"), COSTS)
+    assert needs.work(replace(w, rollout="local", max_rollouts=2), COSTS) == expected
     assert needs.work(replace(w, acting_epochs=2), COSTS)["update"].transformer == 592
     assert needs.work(replace(w, acting_passes=2), COSTS)["update"].transformer == 592
     # a step that trains on half of the images that it samples
