@@ -1,14 +1,15 @@
 """From random weights to RL: scenes drawn by code, supervised flow matching, RL by a script, the six parts of GenEval.
 
-    python -m benchmarks.from_nothing runs/laptop                        # within 100 minutes on two CPU cores
-    python -m benchmarks.from_nothing runs/gpu --size gpu                # within 20 minutes on one H100
+    python -m benchmarks.from_nothing runs/laptop                        # meant for an evening of two CPU cores
+    python -m benchmarks.from_nothing runs/gpu --size gpu                # meant for half an hour of one GPU
     python -m benchmarks.from_nothing runs/gpu --size gpu --parts sft    # some parts alone
     python -m benchmarks.from_nothing runs/try --size tiny               # a few minutes: does it work?
 
 Parts: draw, sft, rl, bench, report. Each begins from what the others left in the folder, and says in a line what it
 lacks; the same command goes on after a kill. What is drawn at random at first is the transformer: the VAE and the text
 encoders are those of assets/embedded_scenes. The judge is NanoDet by GenEval's rules (docs/lab/scenes.md). README.md in
-the folder is the model card of what came out, with the table; report.html has curves and pictures.
+the folder is the model card of what came out, with the table; report.html has curves and pictures. Only `tiny` has
+been run.
 """
 
 import json
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -88,7 +89,7 @@ class Args:
     """the parts to do"""
     seed: int = 0
     """seed of the first weights, of the scenes and of both runs"""
-    options: tuple[str, ...] = field(default_factory=tuple)
+    options: tuple[str, ...] = ()
     """further options of the RL script, as NAME=VALUE"""
 
 

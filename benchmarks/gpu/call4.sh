@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The fourth program, 20 minutes in two or three starts: from random weights to RL on scenes, and what they score by
-# GenEval's rules. A start goes on where the last one ended: what it made lies in $FOLDER. See README.md.
+# The fourth program, planned for 20 minutes in two or three starts and never run on a GPU: from random weights to RL on
+# scenes, and what they score by GenEval's rules. A start goes on where the last one ended: what it made lies in
+# $FOLDER. See README.md.
 #
 # Its parts: draw, sft, rl, bench, report. They need assets/embedded_scenes (python -m assets.make_embedded_scenes).
 LIMIT=585

@@ -88,7 +88,7 @@ CASES: dict[str, tuple[dict[str, Any], Loop]] = {
         lambda run: ratios(run, by_hand.flow_dppo_loss),
     ),
     "contrib/ram.py": (
-        without(NOISED, "kl_coef") | {"reward_multiplier": 2},
+        without(NOISED, "kl_coef") | {"reward_multiplier": 2, "adv_clip_max": 0},
         lambda run: noised(run, by_hand.ram_loss, 0.5),
     ),
     "contrib/sft.py": (
@@ -111,8 +111,8 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 def hand_options(script: str, **changes: Any) -> Options:
-    """Those of the loop: advantages of Flow-DPPO are not clamped, and DGPO's groups stay whole on two ranks."""
-    if script == "contrib/flow_dppo.py":
+    """Those of the loop: advantages of Flow-DPPO and RAM are not clamped, and DGPO's groups stay whole on two ranks."""
+    if script in ("contrib/flow_dppo.py", "contrib/ram.py"):
         changes["adv_clip_max"] = math.inf
     if script == "contrib/dgpo.py":
         changes["updates_per_rollout"] = 1
