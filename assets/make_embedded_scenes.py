@@ -1,14 +1,14 @@
 """Make the embedded model of scenes: a tiny Stable Diffusion 3 that draws what GenEval's prompts ask for, badly.
 
-    python -m assets.make_embedded_scenes                                             # hours on two CPU cores
-    python -m assets.make_embedded_scenes --vae_steps 4 --steps 2 --num_scenes 8 --out try/model  # a quick look
+    python -m assets.make_embedded_scenes                                                   # an hour on two CPU cores
+    python -m assets.make_embedded_scenes --vae_steps 4 --size tiny --out try/model --work try/work   # a quick look
 
 It writes a diffusers `StableDiffusion3Pipeline` folder (`assets/embedded_scenes`) and the task, GenEval's records
 (`assets/scenes_train.jsonl`, `assets/scenes_eval.jsonl`), of which assets/scenes.py draws pictures. Everything follows
 from `--seed` and the step counts, never from a clock; another machine's round-off gives other bytes.
 
-Three stages: (1) an AutoencoderKL (factor 8, 16 channels) learns to reconstruct scenes, (2) scenes are drawn into
-`--work`, with their prompts, (3) contrib/sft.py trains the SD3 transformer, of random weights, on them. The text
+Two stages: (1) an AutoencoderKL (factor 8, 16 channels) learns to reconstruct scenes, (2) benchmarks/from_nothing.py
+draws scenes into `--work`, and trains the SD3 transformer, of random weights, on them by contrib/sft.py. The text
 encoders stay as they were initialised: every word is a token, and random layers keep which word stands where. The
 autoencoder sees every kind in every colour, the transformer no held-out pair, colour or number. It stops early, where
 counts, colours and places are often wrong, so that RL has a way to go.
@@ -17,7 +17,6 @@ counts, colours and places are often wrong, so that RL has a way to go.
 import json
 import math
 import random
-import shutil
 import subprocess
 import sys
 import time
@@ -26,9 +25,9 @@ from dataclasses import dataclass
 from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Literal
 
 from assets.make_embedded import (
-    MAX_TOKENS,
     make_clip_encoder,
     make_clip_tokenizer,
     make_t5_encoder,
@@ -37,6 +36,7 @@ from assets.make_embedded import (
     to_pixels,
 )
 from assets.scenes import (
+    FINE_GRID,
     GRID,
     NUMBERS,
     PAINTS,
@@ -59,7 +59,6 @@ from transformers import CLIPTextModelWithProjection
 
 ROOT = Path(__file__).parent
 CHANNELS, FACTOR = 16, 8  # of latents
-SFT = ("--ema_decay", 0.999, "--weight_decay", 0.01, "--caption_dropout", 0.08, "--max_prompts", 96)  # of all sizes
 
 
 @dataclass
@@ -72,14 +71,10 @@ class Args:
     """optimizer steps of the autoencoder"""
     vae_batch_size: int = 16
     """quarters of scenes per optimizer step of the autoencoder"""
-    num_scenes: int = 20_000
-    """scenes drawn for the transformer"""
-    steps: int = 6000
-    """optimizer steps of the transformer"""
-    batch_size: int = 96
-    """scenes per optimizer step of the transformer"""
+    size: Literal["tiny", "laptop"] = "laptop"
+    """how long the transformer is trained: a size of benchmarks/from_nothing.py"""
     work: Path = Path("runs/embedded_scenes")
-    """folder of the drawn scenes and of the run of contrib/sft.py; a second start continues that run"""
+    """folder of from_nothing's scenes and run; a second start continues them"""
     num_train_records: int = 256
     """records of each part in scenes_train.jsonl"""
     num_eval_records: int = 64
@@ -102,10 +97,10 @@ def write_task(args):
         (args.out.parent / f"scenes_{name}.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def random_scene(rng):
-    """A simple scene of a random part, and its prompt."""
+def random_scene(rng, grid):
+    """A scene of a random part on a grid, and its prompt."""
     (record,) = draw_records(rng.choice(TAGS), 1, rng.random())
-    return draw_scene(record, rng, simple=True), record["prompt"]
+    return draw_scene(record, rng, grid), record["prompt"]
 
 
 def random_quarter(rng):
@@ -116,7 +111,8 @@ def random_quarter(rng):
         "RGB", (SIDE // 2, SIDE // 2), random_ground(rng, [PAINTS[colour]] if colour else [], simple=True)
     )
     sprite = load_sprite(kind, colour)
-    places = range(0, SIDE // 2 - SPRITE + 1, GRID) if rng.random() < 0.7 else range(-SPRITE // 2, SIDE // 2, GRID)
+    whole = range(0, SIDE // 2 - SPRITE + 1, FINE_GRID)
+    places = whole if rng.random() < 0.7 else range(-SPRITE // 2, SIDE // 2, FINE_GRID)
     image.paste(sprite, (rng.choice(places), rng.choice(places)), sprite)
     return image
 
@@ -184,7 +180,8 @@ def train_vae(args, vae, rng):
         vae.encoder.conv_out.weight[CHANNELS:] = 0
         vae.encoder.conv_out.bias[CHANNELS:] = -6
     kernels = [weight for weight in vae.parameters() if weight.ndim == 4]
-    matrices = [torch.nn.Parameter(weight.data.flatten(1)) for weight in kernels]  # Muon takes no others; the same memory
+    # Muon takes matrices alone; these share the memory of the kernels
+    matrices = [torch.nn.Parameter(weight.data.flatten(1)) for weight in kernels]
     others = [weight for weight in vae.parameters() if weight.ndim != 4]
     muon = torch.optim.Muon(matrices, lr=5e-3, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
     adam = torch.optim.AdamW(others, lr=2e-3, betas=(0.9, 0.99), weight_decay=0.0)
@@ -195,7 +192,7 @@ def train_vae(args, vae, rng):
         for group, lr in groups:
             group["lr"] = lr * min(1, (step + 1) / 100) * (0.01 + 0.99 * cosine)
         if rng.random() < 0.3:
-            images = to_pixels([random_scene(rng)[0] for _ in range(max(1, args.vae_batch_size // 4))])
+            images = to_pixels([random_scene(rng, FINE_GRID)[0] for _ in range(max(1, args.vae_batch_size // 4))])
         else:
             images = to_pixels([random_quarter(rng) for _ in range(args.vae_batch_size)])
         with torch.autocast("cpu", torch.bfloat16):
@@ -221,7 +218,7 @@ def train_vae(args, vae, rng):
 @torch.no_grad()
 def scale_latents(vae, rng):
     """Set the VAE's shift and scale, so that latents of scenes have the mean 0 and the deviation 1."""
-    batches = (to_pixels([random_scene(rng)[0] for _ in range(100)]) for _ in range(20))
+    batches = (to_pixels([random_scene(rng, FINE_GRID)[0] for _ in range(100)]) for _ in range(20))
     latents = torch.cat([vae.encode(images).latent_dist.mode() for images in batches])
     shift, scale = round(latents.mean().item(), 4), round(1 / latents.std().item(), 4)
     vae.register_to_config(shift_factor=shift, scaling_factor=scale)
@@ -245,30 +242,10 @@ def write_scenes(folder, count, seed):
 def write_scene(folder, seed, number):
     """Draw a scene of a random part into `folder`. Returns its record."""
     rng = random.Random(f"{seed} scene {number}")
-    scene, prompt = random_scene(rng)
+    scene, prompt = random_scene(rng, GRID)
     image = f"{number // 1000:03d}/{number:06d}.png"
     scene.save(folder / image)
     return {"prompt": prompt, "image": image}
-
-
-def train_transformer(model, run, records, options):
-    """Train all weights of a folder's transformer by contrib/sft.py, as run `run`, or go on with it. Returns the folder
-    of its transformer."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "-m", "contrib.sft", "--name", run]
-    command += ["--model", model, "--records", records, "--cache", run.parent / "cache", "--image_size", SIDE, SIDE]
-    command += ["--lora_rank", 0, "--max_sequence_length", MAX_TOKENS, *options]
-    if (run / "checkpoints").exists():
-        command += ["--resume", "latest"]
-    subprocess.run([str(word) for word in command], cwd=ROOT.parent, check=True)
-    return run / "adapter"
-
-
-def save(pipe, folder):
-    """The pipeline in bf16, which halves its files."""
-    for part in pipe.components.values():
-        if isinstance(part, torch.nn.Module):
-            part.bfloat16()
-    pipe.save_pretrained(folder)
 
 
 def main(args):
@@ -276,21 +253,20 @@ def main(args):
     rng = random.Random(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
     write_task(args)
-    work = args.work.resolve()
-    if not (work / "model").exists():
+    if not (args.out / "vae").exists():
         pipe = make_pipeline()
         train_vae(args, pipe.vae, rng)
         pipe.vae.eval().requires_grad_(False)
         scale_latents(pipe.vae, rng)
-        save(pipe, work / "new")
-        (work / "new").rename(work / "model")
-    if not (work / "scenes" / "records.jsonl").exists():
-        write_scenes(work / "scenes", args.num_scenes, args.seed)
-    options = ["--num_steps", args.steps, "--num_records", args.batch_size, "--micro_batch_size", args.batch_size]
-    options += [*SFT, "--seed", args.seed, "--eval_prompts", args.out.resolve().parent / "scenes_eval.jsonl"]
-    trained = train_transformer(work / "model", work / "sft", work / "scenes" / "records.jsonl", options)
-    shutil.copytree(work / "model", args.out, dirs_exist_ok=True)
-    SD3Transformer2DModel.from_pretrained(trained, torch_dtype=torch.bfloat16).save_pretrained(args.out / "transformer")
+        for part in pipe.components.values():
+            if isinstance(part, torch.nn.Module):
+                part.bfloat16()  # which halves the files
+        pipe.save_pretrained(args.out)
+    program = [sys.executable, "-m", "benchmarks.from_nothing", str(args.work), "--model", str(args.out.resolve())]
+    program += ["--size", args.size, "--seed", str(args.seed), "--parts", "draw", "sft"]
+    subprocess.run(program, cwd=ROOT.parent, check=True)
+    trained = SD3Transformer2DModel.from_pretrained(args.work / "base" / "transformer", torch_dtype=torch.bfloat16)
+    trained.save_pretrained(args.out / "transformer")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ SPRITES = Path(__file__).parent / "sprites"
 SIDE, SPRITE = 128, 48  # pixels
 CELLS = ((10, 10), (70, 10), (10, 70), (70, 70))  # left and top of a sprite, up to JITTER off
 JITTER = 6
-GRID, GROUNDS = 8, ((168, 200, 224), (150, 150, 150), (214, 196, 160))  # of simple scenes: pixels, and RGB of 255
+GROUNDS = ((168, 200, 224), (150, 150, 150), (214, 196, 160))  # of scenes on a grid: RGB of 255
+GRID, FINE_GRID = 16, 8  # pixels: a token of the embedded model's transformer, and of its VAE's training a latent
 TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 NUMBERS = {2: "two", 3: "three", 4: "four"}
 PAINTS = {  # RGB of 255
@@ -144,18 +145,18 @@ def draw_records(tag, count, seed, held_out=False):
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
-def draw_scene(record, rng, simple=False):
-    """An image (PIL, RGB) of which a record is true. simple: for a tiny model to learn from; the ground is one of
-    GROUNDS, and sprites begin at multiples of GRID pixels. Otherwise both are free."""
+def draw_scene(record, rng, grid=0):
+    """An image (PIL, RGB) of which a record is true. grid: for a tiny model to learn from; the ground is one of
+    GROUNDS, and sprites begin at multiples of `grid` pixels. 0: both are free."""
     clauses = record["include"]
     asked = [clause.get("color") for clause in clauses]
-    image = Image.new("RGB", (SIDE, SIDE), random_ground(rng, [PAINTS[colour] for colour in asked if colour], simple))
+    image = Image.new("RGB", (SIDE, SIDE), random_ground(rng, [PAINTS[colour] for colour in asked if colour], grid > 0))
     objects = [clause for clause in clauses for _ in range(clause["count"])]
     for clause, cell in zip(objects, choose_cells(clauses, len(objects), rng), strict=True):
         sprite = load_sprite(clause["class"], clause.get("color"))
         place = [side + rng.randint(-JITTER, JITTER) for side in cell]
-        if simple:
-            place = [round(side / GRID) * GRID for side in place]
+        if grid:
+            place = [round(side / grid) * grid for side in place]
         image.paste(sprite, tuple(place), sprite)
     return image
 
@@ -180,8 +181,8 @@ def choose_cells(clauses, count, rng):
     return [CELLS[higher], CELLS[lower]] if second_first else [CELLS[lower], CELLS[higher]]
 
 
-def random_scenes(tag, count, seed, names=None, simple=False):
+def random_scenes(tag, count, seed, names=None, grid=0):
     """`count` pairs of an image and its record, of one part; names: of the kinds, all that have a sprite."""
     rng = random.Random(f"{seed} {tag}")
     records = [random_record(tag, rng, names or kinds()) for _ in range(count)]
-    return [(draw_scene(record, rng, simple), record) for record in records]
+    return [(draw_scene(record, rng, grid), record) for record in records]

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from assets.make_embedded_scenes import SFT, make_transformer, train_transformer, write_scenes
+from assets.make_embedded import MAX_TOKENS
+from assets.make_embedded_scenes import make_transformer, write_scenes
 from assets.scenes import SIDE
 from common.files import atomic_file
 from common.run.record import git_state
@@ -32,11 +33,12 @@ import torch
 import tyro
 
 ROOT = Path(__file__).parents[1]
-MODEL = ROOT / "assets" / "embedded_scenes"
 TRAIN, HELD_OUT = ROOT / "assets" / "scenes_train.jsonl", ROOT / "assets" / "scenes_eval.jsonl"
 Part = Literal["draw", "sft", "rl", "bench", "report"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
+COMMON = {"max_sequence_length": MAX_TOKENS, "max_prompts": 96, "eval_num_inference_steps": 10}
+SFT = {"lr_schedule": "cosine:100", "ema_decay": 0.999, "weight_decay": 0.01, "caption_dropout": 0.08}
 FAST = {"dtype": "bfloat16", "train_with": "compile"}
 
 
@@ -64,7 +66,7 @@ SIZES = {
     "laptop": Size(
         transformer={"layers": 4, "heads": 4, "head_dim": 32},
         num_scenes=20_000,
-        sft={"num_steps": 6000, "num_records": 96, "eval_every": 1000, "save_every": 300},
+        sft={"num_steps": 6000, "num_records": 48, "eval_every": 500, "train_with": "compile"},
         rl={"num_steps": 40, "eval_every": 10},
     ),
     "gpu": Size(
@@ -81,6 +83,8 @@ SIZES = {
 class Args:
     folder: tyro.conf.Positional[Path]
     """where everything is written"""
+    model: Path = ROOT / "assets" / "embedded_scenes"
+    """pipeline whose VAE and text encoders are taken"""
     size: Literal["tiny", "laptop", "gpu"] = "laptop"
     """how large model, steps and pictures are"""
     script: str = "flow_grpo.py"
@@ -96,11 +100,11 @@ class Args:
 # ---- parts -----------------------------------------------------------------------------------------------------------
 def draw(args: Args, size: Size) -> None:
     """The pipeline with a transformer of random weights, and the scenes."""
-    if not MODEL.exists():
-        raise SystemExit(f"{MODEL}: has VAE and text encoders; python -m assets.make_embedded_scenes makes it")
+    if not args.model.exists():
+        raise SystemExit(f"{args.model}: has VAE and text encoders; python -m assets.make_embedded_scenes makes it")
     new = args.folder / "new"
     shutil.rmtree(new, ignore_errors=True)
-    shutil.copytree(MODEL, new, ignore=shutil.ignore_patterns("transformer"))
+    shutil.copytree(args.model, new, ignore=shutil.ignore_patterns("transformer"))
     torch.manual_seed(args.seed)
     transformer = make_transformer(**size.transformer)
     transformer.save_pretrained(new / "transformer")
@@ -112,13 +116,17 @@ def draw(args: Args, size: Size) -> None:
 
 def sft(args: Args, size: Size) -> None:
     """Supervised flow matching of all weights. It leaves the pipeline `base`."""
-    options = as_words(size.sft | {"seed": args.seed, "eval_prompts": HELD_OUT})
-    records = args.folder / "scenes" / "records.jsonl"
-    trained = train_transformer(args.folder / "random", args.folder / "sft", records, [*SFT, *options])
+    run = args.folder / "sft"
+    options: dict[str, Any] = {"name": run, "model": args.folder / "random", "image_size": (SIDE, SIDE)}
+    options |= {"records": args.folder / "scenes" / "records.jsonl", "cache": args.folder / "cache", "lora_rank": 0}
+    options |= {"eval_prompts": HELD_OUT, "reward": "geneval", "seed": args.seed} | COMMON | SFT | size.sft
+    options["micro_batch_size"] = options["num_records"]
+    resume(run, options)
+    start("torch.distributed.run", "--standalone", "-m", "contrib.sft", *as_words(options))
     new = args.folder / "new"
     shutil.rmtree(new, ignore_errors=True)
-    shutil.copytree(MODEL, new, ignore=shutil.ignore_patterns("transformer"))
-    shutil.copytree(trained, new / "transformer")
+    shutil.copytree(args.model, new, ignore=shutil.ignore_patterns("transformer"))
+    shutil.copytree(run / "adapter", new / "transformer")
     new.rename(args.folder / "base")
 
 
@@ -127,11 +135,10 @@ def rl(args: Args, size: Size) -> None:
     run = args.folder / "rl"
     options: dict[str, Any] = {"name": run, "model": args.folder / "base", "image_size": (SIDE, SIDE)}
     options |= {"seed": args.seed}
-    options |= {"rollout": "local", "train_prompts": TRAIN, "eval_prompts": HELD_OUT, "max_prompts": 96}
-    options |= {"reward": "geneval.soft", "eval_reward": "geneval"} | size.rl
+    options |= {"rollout": "local", "train_prompts": TRAIN, "eval_prompts": HELD_OUT}
+    options |= {"reward": "geneval.soft", "eval_reward": "geneval"} | COMMON | size.rl
     options |= dict(option.split("=", 1) for option in args.options)
-    if (run / "checkpoints").exists():
-        options["resume"] = "latest"
+    resume(run, options)
     start("torch.distributed.run", "--standalone", args.script, *as_words(options))
 
 
@@ -167,6 +174,12 @@ def as_words(options: dict[str, Any]) -> list[str]:
     for name, value in options.items():
         words += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
     return words
+
+
+def resume(run: Path, options: dict[str, Any]) -> None:
+    """Go on with a run that was ended."""
+    if (run / "checkpoints").exists():
+        options["resume"] = "latest"
 
 
 def start(module: str, *words: Any) -> None:

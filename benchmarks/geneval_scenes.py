@@ -2,7 +2,7 @@
 
     python -m benchmarks.geneval_scenes --choose    # kinds, classes that compete and thresholds, on scenes of seed 0
     python -m benchmarks.geneval_scenes             # the table of docs/lab/scenes.md, on scenes of seed 2
-    python -m benchmarks.geneval_scenes --vae assets/embedded_scenes    # what a VAE keeps of its simple scenes
+    python -m benchmarks.geneval_scenes --vae assets/embedded_scenes    # what a VAE keeps of scenes on a fine grid
     python -m benchmarks.geneval_scenes --linear 16 24 32 48 --count 20    # what a linear code of 8 x 8 pixels keeps
 
 Each scene also meets a record that is wrong by one thing: another kind, number, colour or place, or the two colours
@@ -12,7 +12,7 @@ exchanged. Intervals are Wilson's, of 95 %.
 import random
 from dataclasses import dataclass
 
-from assets.scenes import TAGS, draw_scene, kinds, random_record, random_scenes
+from assets.scenes import FINE_GRID, TAGS, draw_scene, kinds, random_record, random_scenes
 from common.cpu import repair_torchvision
 from common.rewards._box_colours import colours_of_boxes
 from common.rewards._geneval_rules import COLOURS, fraction_right, is_right, kept
@@ -208,13 +208,13 @@ def mean_square(images, others):
     return np.mean([np.square(np.subtract(a, b, dtype=float) / 127.5).mean() for a, b in pairs])
 
 
-def print_kept(model, through, count, seed, simple=True):
+def print_kept(model, through, count, seed, grid=FINE_GRID):
     """through: what takes images and returns them as they come out of a code."""
     errors = []
     print("| part | scenes | right | right after the code | of the right ones | interval |\n|---|---|---|---|---|---|")
     everywhere = [0, 0]
     for tag in TAGS:
-        scenes = random_scenes(tag, count, seed, simple=simple)
+        scenes = random_scenes(tag, count, seed, grid=grid)
         images = [image for image, _ in scenes]
         right, decoded = [], through(images)
         errors.append(mean_square(images, decoded))
@@ -243,7 +243,7 @@ def main(args):
     elif args.linear:
         for components in args.linear:
             print(f"\n{components} numbers for 8 x 8 pixels:\n")
-            print_kept(model, linear_code(components), args.count, args.seed, simple=False)
+            print_kept(model, linear_code(components), args.count, args.seed, grid=0)
     elif args.choose:
         print_kinds(model)
         print()

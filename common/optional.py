@@ -12,7 +12,7 @@ COMMON = Path(__file__).parent
 
 
 def optional_part(name: str, asked_by: str) -> ModuleType:
-    """The module common.NAME, "run.tracking" for example, or the package. asked_by: the option, as a message names it.
+    """The module or package common.NAME, "run.tracking" for example. asked_by: the option, as a message names it.
 
     Raises:
         ValueError: in one line that begins with `asked_by`: the part is not there.
@@ -24,6 +24,6 @@ def optional_part(name: str, asked_by: str) -> ModuleType:
 def require_part(name: str, asked_by: str) -> None:
     """Raises optional_part's ValueError where common.NAME is not there, and imports nothing."""
     place = COMMON / name.replace(".", "/")
-    file = place.with_suffix(".py") if "." in name else place / "__init__.py"  # a file of a folder, or a folder
-    if not file.is_file():
-        raise ValueError(f"{asked_by}: needs {file}, which is not in this checkout")
+    files = (place.with_suffix(".py"), place / "__init__.py")
+    if not any(file.is_file() for file in files):
+        raise ValueError(f"{asked_by}: needs {files[0]}, or a folder of that name, which is not in this checkout")

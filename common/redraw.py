@@ -9,9 +9,9 @@ number of ranks, as the sampler counts them over all ranks.
 import math
 from collections.abc import Iterator, Sequence
 
-from common.curriculum import next_weights
 from common.data import GroupSampler, PromptSet, Redrawn
 from common.files import digest_records
+from common.optional import optional_part
 from common.rollout import RolloutRequest, Trajectories
 from common.scoring import Reward, Scorer, has_spread, weighted_totals
 
@@ -56,7 +56,8 @@ class StepRollouts:
         self.redrawn = None
         sampler = self.sampler
         if self.curriculum and sampler.scores is not None and sampler.weights is not None:
-            sampler.weights = next_weights(self.curriculum, step, self.train_set, sampler.scores, sampler.weights)
+            part = optional_part("curriculum", "--curriculum")
+            sampler.weights = part.next_weights(self.curriculum, step, self.train_set, sampler.scores, sampler.weights)
         sampler.draw()
         yield *sampler.drawn_prompts(), sampler.image_numbers
         while self._is_equal.any() and sampler.num_rollouts < self.max_rollouts:

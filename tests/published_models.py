@@ -312,6 +312,7 @@ GEOMETRY = {
 
 
 # ---- recipes/ --------------------------------------------------------------------------------------------------------
+EMBEDDED = ROOT / "recipes" / "embedded_scenes.sh"
 DEVICES = {"24": "rtx4090", "40": "a100-40", "80": "h100-80"}  # by the memory in a recipe's file name
 
 
@@ -344,9 +345,9 @@ def commands_of(recipe: Path) -> list[Command]:
 
 
 def recipe_commands() -> dict[str, Command]:
-    """{"sd35_medium flow_grpo.py", "sd35_medium_8x80gb": its Command} of all files of recipes/."""
+    """{"sd35_medium flow_grpo.py", "sd35_medium_8x80gb": its Command} of all files of recipes/ for published models."""
     found = {}
-    for recipe in sorted((ROOT / "recipes").glob("*.sh")):
+    for recipe in sorted(set((ROOT / "recipes").glob("*.sh")) - {EMBEDDED}):
         commands = commands_of(recipe)
         for command in commands:
             found[f"{recipe.stem} {command.script}" if len(commands) > 1 else recipe.stem] = command

@@ -8,7 +8,11 @@ ROOT=$(cd "$(dirname "$0")/.." && pwd)
 [ -f "$ROOT/flow_grpo.py" ] || ROOT=$(dirname "$ROOT")
 . "$ROOT/benchmarks/gpu/env.sh"
 begin "First call: does it run, and learn"
-LEARN=(--num_steps 15 --eval_every 5 --max_prompts 128 --kl_coef 0 --lr_schedule constant)
+export GENEVAL_DETECTOR=$ROOT/assets/nanodet
+SCENES=(--model "$ROOT/assets/embedded_scenes" --image_size 128 128 --max_sequence_length 16)
+SCENES+=(--train_prompts "$ROOT/assets/scenes_train.jsonl" --eval_prompts "$ROOT/assets/scenes_eval.jsonl")
+SCENES+=(--reward geneval.soft --eval_reward geneval)
+LEARN=(--num_steps 15 --eval_every 5 --max_prompts 96 --kl_coef 0 --lr_schedule constant)
 MORE=(--num_steps 17)
 SMALL=(--num_steps 2 --num_prompts 8 --group_size 4 --micro_batch_size 16 --max_prompts 16)
 PAIRS=(--num_steps 2 --num_pair_prompts 8 --group_size 4 --num_pairs 8 --micro_batch_size 4 --max_prompts 8)
@@ -34,12 +38,12 @@ script() {
 
 # one after the other: eight runs of flow_grpo.py, about 20 s each, one of them compiled
 try facts 380 python "$KIT/facts.py" --results "$WORK/facts" --but engine "${FACTS[@]}" &
-# meanwhile: it learns to draw numbers, 15 steps of 256 images. The reward is OCR's, whose network runs on the CPU
+# meanwhile: it learns to draw scenes, 15 steps of 256 images; NanoDet judges them
 {
-    script bf16 flow_grpo.py 300 --dtype bfloat16 "${LOCAL[@]}" "${LEARN[@]}" --save_every 3 &&
+    script bf16 flow_grpo.py 300 --dtype bfloat16 "${LOCAL[@]}" "${SCENES[@]}" "${LEARN[@]}" --save_every 3 &&
         try resume 120 env OMP_NUM_THREADS=$THREADS torchrun --standalone "$ROOT/flow_grpo.py" --name bf16 --resume latest "${MORE[@]}"
 } &
-script fp32 flow_grpo.py 300 "${LOCAL[@]}" "${LEARN[@]}" &
+script fp32 flow_grpo.py 300 "${LOCAL[@]}" "${SCENES[@]}" "${LEARN[@]}" &
 {
     for name in grpo_guard mix_grpo diffusion_nft; do
         script $name $name.py 120 "${LOCAL[@]}" "${HALF[@]}" "${SMALL[@]}"

@@ -3,10 +3,10 @@
 #
 #     bash benchmarks/gpu/carry.sh        # in the root of a checkout, on a machine with pip; a minute, no GPU
 #
-# It makes .gpu/, which git ignores: site.tar.xz (diffusers, tyro, rapidocr's reader and what they import) and COMMIT.
+# It makes .gpu/, which git ignores: site.tar.xz (diffusers, tyro and what they import) and COMMIT.
 # Send the checkout with it. torch, transformers, peft and accelerate must be on the GPU machine, for Python
-# $PYTHON_VERSION, by default 3.12. rapidocr's detector is left out, so that there is no --reward ocr_scene. The whole
-# must not be larger than $MOST_MIB, by default 64: the packages take 20 MiB of it; as wheels they would take 35.
+# $PYTHON_VERSION, by default 3.12. rapidocr is not among them, so that no reward reads text. The whole must not be
+# larger than $MOST_MIB, by default 64.
 set -euo pipefail
 [ -f flow_grpo.py ] || { echo "carry.sh: error: run it in the root of a checkout" >&2; exit 1; }
 mkdir -p .gpu
@@ -16,16 +16,12 @@ pinned() { sed -n "s/^$1==/$1==/p" requirements-core.txt; }
 python3 -m pip download -q --no-deps --only-binary=:all: --python-version "${PYTHON_VERSION:-3.12}" \
     --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 \
     --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d "$WORK/wheels" \
-    "$(pinned diffusers)" "$(pinned tyro)" "$(pinned rapidocr)" \
-    docstring-parser typeguard colorlog omegaconf importlib-metadata
+    "$(pinned diffusers)" "$(pinned tyro)" docstring-parser typeguard importlib-metadata
 python3 - "$WORK/wheels" .gpu/site.tar.xz <<'PYTHON'
 import io, re, sys, tarfile, zipfile
 from pathlib import Path
 
-# the detector and the classifier of rapidocr, which only --reward ocr_scene needs
-LEFT_OUT = re.compile(r"rapidocr/models/.*(det|cls).*\.onnx|.*/RECORD$")
-# rapidocr imports two packages, 9 MB of them compiled, that its detector alone calls
-STUBS = {"pyclipper.py": "", "shapely/__init__.py": "", "shapely/geometry.py": "Polygon = None\n"}
+LEFT_OUT = re.compile(r".*/RECORD$")
 
 
 def add(tar, name, data):
@@ -42,8 +38,6 @@ with tarfile.open(sys.argv[2], "w:xz", preset=9) as tar:
                 if name.endswith("/") or LEFT_OUT.match(name):
                     continue
                 add(tar, name, archive.read(name))
-    for name, text in STUBS.items():
-        add(tar, name, text.encode())
 PYTHON
 git describe --always --dirty --exclude '*' > .gpu/COMMIT
 tree=$(git ls-files -z --cached --others --exclude-standard | xargs -0 du -cb --apparent-size | tail -n 1 | cut -f 1)

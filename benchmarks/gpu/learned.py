@@ -8,6 +8,7 @@ import statistics
 import sys
 from pathlib import Path
 
+HELD_OUT = "val/geneval/mean"
 RATIO = "actor/on_policy_ratio_mean"
 
 
@@ -19,7 +20,7 @@ def line_of(folder):
     if not steps:
         return f"- {folder.name}: no step"
     told = [f"step {statistics.median(row['timing_s/step'] for row in steps):.2f} s"]
-    rewards = [f"{row['val/ocr/mean']:.3f}" for row in rows if "val/ocr/mean" in row]
+    rewards = [f"{row[HELD_OUT]:.3f}" for row in rows if HELD_OUT in row]
     if rewards:
         told.insert(0, f"held-out reward {', '.join(rewards)}")
     ratios = [(row[RATIO], row["actor/on_policy_ratio_std"]) for row in steps if RATIO in row]

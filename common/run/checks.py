@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.curriculum import ask_curriculum
 from common.data import PromptSet
 from common.errors import error_prefix, truncate
 from common.files import digest_records, load_checkpoint
@@ -80,7 +79,8 @@ def check_inputs(
     check_asked(args, inputs)
     if isinstance(args, EngineArgs) and args.curriculum and not args.eval_only:  # tried as for the first step
         scores = torch.full((len(inputs.train_set),), torch.nan, dtype=torch.float64)
-        ask_curriculum(args.curriculum, 1, inputs.train_set, scores, torch.ones_like(scores))
+        part = optional_part("curriculum", "--curriculum")
+        part.ask_curriculum(args.curriculum, 1, inputs.train_set, scores, torch.ones_like(scores))
     own = {name.rpartition(":")[2] for name in (*args.reward, *args.eval_reward) if code_file(name)}
     if own:
         tried = {name: function for name, function in inputs.all_rewards.items() if name in own}

@@ -16,6 +16,7 @@ from PIL import Image
 
 # part -> options of a run that asks for it
 PARTS = {
+    "curriculum.py": ["--curriculum", "mine.py:mine"],
     "engine": ["--rollout=vllm"],
     "pairs": None,  # of dpo_offline.py and contrib/sft.py alone
     "plan": ["--micro_batch_size", "0"],
@@ -56,6 +57,7 @@ def copy(tmp_path):
         shutil.copy(ROOT / name, copy / name)
     Image.new("RGB", (96, 32)).save(copy / "a.png")
     (copy / "edits.jsonl").write_text(json.dumps({"prompt": 'a sign that says "4711"', "image": "a.png"}) + "\n")
+    (copy / "mine.py").write_text("def mine(step, records, scores, weights):\n    return weights\n")
     (copy / "options.json").write_text(json.dumps({"num_steps": 1}))
     for name in ("prompts.parquet", "lora.safetensors"):
         (copy / name).touch()

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import flow_grpo
+from benchmarks.from_nothing import PARTS
 from benchmarks.gpu import attention, engine_there, facts, learned, sized, trace_table
 from common.run import utilisation
 from tests.conftest import ROOT
@@ -126,6 +127,15 @@ sys.exit(1)
     assert ("- engine: not run" in report) is not is_tried
     with tarfile.open(tmp_path / "out" / "call5.tar.gz") as tar:
         assert ("facts_engine/runs/vllm/engine_rank0.log" in tar.getnames()) is is_tried
+
+
+def test_from_nothing(tmp_path):
+    """All parts of benchmarks/from_nothing.py at its tiny size: a policy of random weights draws nothing right yet."""
+    folder = tmp_path / "made"
+    report = run_program(PROGRAMS / "call4.sh", tmp_path, "draw sft rl bench report", FOLDER=str(folder))
+    assert "| base |" in report and (tmp_path / "out" / "call4_report.html").exists()
+    card = (tmp_path / "out" / "call4_README.md").read_text()
+    assert "--size tiny" in card and set(json.loads((folder / "seconds.json").read_text())) == set(PARTS)
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
@@ -251,11 +261,11 @@ def test_table_of_a_trace():
 
 @pytest.mark.fast
 def test_line_of_a_run(tmp_path):
-    rows = [{"training/global_step": 0, "val/ocr/mean": 0.25}]
+    rows = [{"training/global_step": 0, "val/geneval/mean": 0.25}]
     for step, std in ((1, 0.0), (2, 0.5), (3, 0.0)):
         ratio = {"actor/on_policy_ratio_mean": 1.0, "actor/on_policy_ratio_std": std}
         rows.append({"training/global_step": step, "timing_s/step": float(step), "perf/max_memory_gb": 2.5, **ratio})
-    rows[-1]["val/ocr/mean"] = 0.75
+    rows[-1]["val/geneval/mean"] = 0.75
     folder = tmp_path / "bf16"
     folder.mkdir()
     assert learned.line_of(folder) == "- bf16: no step"

@@ -1,6 +1,7 @@
 """recipes/*.sh: each starts a command that its script takes, for the GPUs in the file's name."""
 
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 from common.rewards._loading import built_in_rewards
 from common.run.command_line import parse_args
 from tests.conftest import ROOT, SCRIPTS
-from tests.published_models import DEVICES, PUBLISHED, recipe_commands, started_by
+from tests.published_models import DEVICES, EMBEDDED, PUBLISHED, recipe_commands, started_by
 from tools import plan
 from tools.plan import DEVICES as PLANNED
 
@@ -175,3 +176,26 @@ def test_a_recipe_is_planned_with_the_ranks_that_it_starts(tmp_path) -> None:
         assert told.read_text().endswith(f"-m tools.plan h100-80 {ranks} flow_grpo.py --name a\n")
     with pytest.raises(SystemExit, match=r"error: none\.sh: "):
         plan.main(["h100-80", "none.sh"])
+
+
+# ---- the embedded model of scenes ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("script", ["", *(script for script in SCRIPTS if script != "dpo_offline.py")])
+def test_the_recipe_of_scenes_is_taken_by_each_script_that_samples(script: str, monkeypatch) -> None:
+    monkeypatch.chdir(ROOT)
+    command = started_by(EMBEDDED, *filter(None, [script, "--seed", "2"]))
+    assert command.script == (script or "flow_grpo.py") and command.ranks == 1
+    module = importlib.import_module(command.script.removesuffix(".py"))
+    args = module.check(parse_args(module.Args, "", command.options))
+    assert (args.seed, args.model, args.eval_reward) == (2, "assets/embedded_scenes", ("geneval",))
+    for file in (args.model, *args.train_prompts, *args.eval_prompts):
+        assert Path(file).exists()
+
+
+def test_the_recipe_of_scenes_trains_a_step(tmp_path) -> None:
+    """By the real detector, from the real model."""
+    small = ["--num_steps=1", "--num_prompts=2", "--group_size=2", "--max_prompts=6", "--micro_batch_size=4"]
+    command = ["bash", EMBEDDED, *small, "--name", tmp_path / "run"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0 and "finished all 1 steps" in done.stdout, done.stdout
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert 0 <= rows[0]["val/geneval/mean"] <= 1 and "critic/rewards/geneval.soft/mean" in rows[-2] | rows[-1]

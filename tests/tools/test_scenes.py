@@ -81,10 +81,9 @@ def test_a_part_says_what_it_lacks(part, lacks, tmp_path) -> None:
         from_nothing.main(from_nothing.Args(tmp_path, parts=(part,)))
 
 
-def test_without_the_embedded_model_nothing_is_drawn(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(from_nothing, "MODEL", tmp_path / "no_model")
+def test_without_the_embedded_model_nothing_is_drawn(tmp_path) -> None:
     with pytest.raises(SystemExit, match="no_model.*make_embedded_scenes"):
-        from_nothing.main(from_nothing.Args(tmp_path / "out", size="tiny", parts=("draw",)))
+        from_nothing.main(from_nothing.Args(tmp_path / "out", tmp_path / "no_model", "tiny", parts=("draw",)))
     assert not (tmp_path / "out" / "random").exists()
 
 
