@@ -1,6 +1,6 @@
 """From random weights to RL: scenes drawn by code, supervised flow matching, RL by a script, the six parts of GenEval.
 
-    python -m benchmarks.from_nothing runs/laptop                        # meant for an evening of two CPU cores
+    python -m benchmarks.from_nothing runs/laptop                        # an hour of two CPU cores
     python -m benchmarks.from_nothing runs/gpu --size gpu                # meant for half an hour of one GPU
     python -m benchmarks.from_nothing runs/gpu --size gpu --parts sft    # some parts alone
     python -m benchmarks.from_nothing runs/try --size tiny               # a few minutes: does it work?
@@ -8,8 +8,8 @@
 Parts: draw, sft, rl, bench, report. Each begins from what the others left in the folder, and says in a line what it
 lacks; the same command goes on after a kill. What is drawn at random at first is the transformer: the VAE and the text
 encoders are those of assets/embedded_scenes. The judge is NanoDet by GenEval's rules (docs/lab/scenes.md). README.md in
-the folder is the model card of what came out, with the table; report.html has curves and pictures. Only `tiny` has
-been run.
+the folder is the model card of what came out, with the table; report.html has curves and pictures.
+`gpu` has not been run.
 """
 
 import json
@@ -37,8 +37,14 @@ TRAIN, HELD_OUT = ROOT / "assets" / "scenes_train.jsonl", ROOT / "assets" / "sce
 Part = Literal["draw", "sft", "rl", "bench", "report"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
-COMMON = {"max_sequence_length": MAX_TOKENS, "max_prompts": 96, "eval_num_inference_steps": 10}
-SFT = {"lr_schedule": "cosine:100", "ema_decay": 0.999, "weight_decay": 0.01, "caption_dropout": 0.08}
+COMMON = {"max_sequence_length": MAX_TOKENS, "max_prompts": 96}
+SFT = {
+    "eval_num_inference_steps": 10,
+    "lr_schedule": "cosine:100",
+    "ema_decay": 0.999,
+    "weight_decay": 0.01,
+    "caption_dropout": 0.08,
+}
 FAST = {"dtype": "bfloat16", "train_with": "compile"}
 
 
@@ -67,7 +73,7 @@ SIZES = {
         transformer={"layers": 4, "heads": 4, "head_dim": 32},
         num_scenes=20_000,
         sft={"num_steps": 6000, "num_records": 48, "eval_every": 500, "train_with": "compile"},
-        rl={"num_steps": 40, "eval_every": 10},
+        rl={"num_steps": 40, "eval_every": 10, "num_prompts": 16, "group_size": 8},
     ),
     "gpu": Size(
         transformer={"layers": 6, "heads": 8, "head_dim": 64},

@@ -1,11 +1,14 @@
-"""The pictures of the README and of docs/flow_grpo.md, from the records: docs/before_after.png and docs/curve.png.
+"""Pictures of README and docs/flow_grpo.md, from the records: docs/before_after.png, docs/scenes.png, docs/curve.png.
 
     python -m docs.make_front_page
 
 The first shows the first images of the grids of README's first command, before training and after it, from the same
-prompts and noise. The second shows the held-out rewards of flow_grpo.py at its defaults, a line per recorded seed.
+prompts and noise. The second shows the same of recipes/embedded_scenes.sh, a column for each part of GenEval. The third
+shows the held-out rewards of flow_grpo.py at its defaults, a line per recorded seed.
 """
 
+import json
+import textwrap
 from pathlib import Path
 
 from common.run.plots import read_metrics
@@ -23,6 +26,11 @@ CELL = (196, 96)  # pixels of an image of a grid with its caption and margins
 COLUMNS = 6
 ROWS = 2
 TITLE_HEIGHT = 26
+SCENES = RECORDS / "scenes-flow_grpo-seed1"
+HELD_OUT = DOCS.parent / "assets" / "scenes_eval.jsonl"
+SCENE = 128  # pixels
+GRID_CELL, GRID_COLUMNS = (132, 160), 8  # of its grids: pixels of a cell, cells in a row
+SCENE_ROWS = 2
 ROLLOUTS = 40
 REWARDS = {"ocr": "C0", "sign_colour": "C1"}  # trained on, and only watched
 
@@ -40,6 +48,29 @@ def compose_grids(path: Path) -> None:
         draw.text((1, top + 3), title, fill="black", font=font)
         sheet.paste(grid.crop((0, 0, width, height)), (0, top + TITLE_HEIGHT))
     sheet.quantize(256).save(path, optimize=True)  # a palette: a third of the bytes, and no difference to the eye
+
+
+def compose_scenes(path: Path) -> None:
+    """Write the first scenes of both grids, six columns for the six parts, each pair below its prompt."""
+    records = [json.loads(line) for line in HELD_OUT.read_text().splitlines()[: COLUMNS * SCENE_ROWS]]
+    grids = [Image.open(SCENES / f"grid_{step:04d}.png") for step in (0, ROLLOUTS)]
+    font, small = ImageFont.load_default(14), ImageFont.load_default(11)
+    width, height = SCENE + 6, 2 * SCENE + 38
+    sheet = Image.new("RGB", (60 + COLUMNS * width, TITLE_HEIGHT + SCENE_ROWS * height), "white")
+    draw = ImageDraw.Draw(sheet)
+    for i, record in enumerate(records):
+        row, column = divmod(i, COLUMNS)
+        left, top = 60 + column * width, TITLE_HEIGHT + row * height
+        if row == 0:
+            draw.text((left, 4), record["tag"], fill="black", font=font)
+        prompt = "\n".join(textwrap.wrap(record["prompt"].removeprefix("a photo of "), 21))
+        draw.text((left, top), prompt, fill="black", font=small, spacing=1)
+        for k, grid in enumerate(grids):
+            x, y = i % GRID_COLUMNS * GRID_CELL[0], i // GRID_COLUMNS * GRID_CELL[1]
+            sheet.paste(grid.crop((x, y, x + SCENE, y + SCENE)), (left, top + 28 + k * (SCENE + 4)))
+            if column == 0:
+                draw.text((2, top + 28 + k * (SCENE + 4) + 55), ("before", "after")[k], fill="black", font=font)
+    sheet.quantize(256).save(path, optimize=True)
 
 
 def read_curve(run: Path, reward: str) -> list[tuple[int, float]]:
@@ -69,6 +100,7 @@ def draw_curve(path: Path) -> None:
 
 def main() -> None:
     compose_grids(DOCS / "before_after.png")
+    compose_scenes(DOCS / "scenes.png")
     draw_curve(DOCS / "curve.png")
 
 
