@@ -73,7 +73,7 @@ SIZES = {
         transformer={"layers": 4, "heads": 4, "head_dim": 32},
         num_scenes=20_000,
         sft={"num_steps": 6000, "num_records": 48, "eval_every": 500, "train_with": "compile"},
-        rl={"num_steps": 40, "eval_every": 10, "num_prompts": 16, "group_size": 8},
+        rl={"num_steps": 40, "eval_every": 10, "num_prompts": 24, "group_size": 8, "micro_batch_size": 48},
     ),
     "gpu": Size(
         transformer={"layers": 6, "heads": 8, "head_dim": 64},
