@@ -64,7 +64,7 @@ CHANNELS, FACTOR = 16, 8  # of latents
 @dataclass
 class Args:
     out: Path = ROOT / "embedded_scenes"
-    """folder of the pipeline; the records go beside it"""
+    """folder of the pipeline; the records go beside it. One that is there keeps its VAE and text encoders"""
     seed: int = 0
     """seed of the data, the initial weights and the noise"""
     vae_steps: int = 4000
@@ -253,7 +253,7 @@ def main(args):
     rng = random.Random(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
     write_task(args)
-    if not (args.out / "vae").exists():
+    if not (args.out / "model_index.json").exists():  # which is saved last
         pipe = make_pipeline()
         train_vae(args, pipe.vae, rng)
         pipe.vae.eval().requires_grad_(False)
@@ -265,8 +265,11 @@ def main(args):
     program = [sys.executable, "-m", "benchmarks.from_nothing", str(args.work), "--model", str(args.out.resolve())]
     program += ["--size", args.size, "--seed", str(args.seed), "--parts", "draw", "sft"]
     subprocess.run(program, cwd=ROOT.parent, check=True)
-    trained = SD3Transformer2DModel.from_pretrained(args.work / "base" / "transformer", torch_dtype=torch.bfloat16)
-    trained.save_pretrained(args.out / "transformer")
+    trained = SD3Transformer2DModel.from_pretrained(args.work / "base" / "transformer")
+    config = {name: value for name, value in trained.config.items() if name != "_name_or_path"}  # a path of this machine
+    transformer = SD3Transformer2DModel.from_config(config)
+    transformer.load_state_dict(trained.state_dict())
+    transformer.bfloat16().save_pretrained(args.out / "transformer")
 
 
 if __name__ == "__main__":
