@@ -266,7 +266,7 @@ def main(args):
     program += ["--size", args.size, "--seed", str(args.seed), "--parts", "draw", "sft"]
     subprocess.run(program, cwd=ROOT.parent, check=True)
     trained = SD3Transformer2DModel.from_pretrained(args.work / "base" / "transformer")
-    config = {name: value for name, value in trained.config.items() if name != "_name_or_path"}  # a path of this machine
+    config = {name: value for name, value in trained.config.items() if name != "_name_or_path"}  # a local path
     transformer = SD3Transformer2DModel.from_config(config)
     transformer.load_state_dict(trained.state_dict())
     transformer.bfloat16().save_pretrained(args.out / "transformer")

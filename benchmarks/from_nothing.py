@@ -8,8 +8,8 @@
 Parts: draw, sft, rl, bench, report. Each begins from what the others left in the folder, and says in a line what it
 lacks; the same command goes on after a kill. What is drawn at random at first is the transformer: the VAE and the text
 encoders are those of assets/embedded_scenes. The judge is NanoDet by GenEval's rules (docs/lab/scenes.md). README.md in
-the folder is the model card of what came out, with the table; report.html has curves and pictures.
-`gpu` has not been run.
+the folder is the model card of what came out, with the table; report.html has curves and pictures. `gpu`
+has not been run.
 """
 
 import json
