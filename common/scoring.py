@@ -22,6 +22,8 @@ of the call. The function may have attributes:
     load            a function (), run before the trained model loads: loads the reward's own network, or raises
                     ValueError and says what is missing
     offload         a function (), run before the trained model loads, and when all images of a rollout are scored
+    offloads_together   a function () that says whether `offload` waits for all ranks, as what it frees is theirs, and
+                    ranks wait for it
     settings        names of the environment variables that its scores depend on; a run records their values
     parts           names of the numbers that its dicts may have beside the score, of a reward in common/rewards/: then
                     a mistyped NAME.KEY is an error before the trained model loads
@@ -329,11 +331,21 @@ def _is_number(value: object) -> bool:
 
 
 def offload_rewards(rewards: dict[str, Reward]) -> None:
-    """Run the `offload` of those rewards that have one."""
-    for name, function in {id(function): (name, function) for name, function in rewards.items()}.values():  # each once
-        if hasattr(function, "offload"):
-            file = own_file(function)
-            call_user_code(function.offload, f"the offload of reward {name} ({file})", file)
+    """Run the `offload` of those rewards that have one. A collective where one is of all ranks.
+
+    Raises:
+        RolloutError: one of all ranks failed.
+    """
+    once = {id(function): (name, function) for name, function in rewards.items() if hasattr(function, "offload")}
+    for name, function in once.values():
+        file = own_file(function)
+        offload = functools.partial(call_user_code, function.offload, f"the offload of reward {name} ({file})", file)
+        if getattr(function, "offloads_together", lambda: False)():
+            gather_objects(None)  # all have their scores
+            with failing_together():  # and go on when it is done
+                offload()
+        else:
+            offload()
 
 
 # ---- groups: images that a reward failed on or was not asked for, and equal rewards ---------------------------------

@@ -89,7 +89,24 @@ async def ask(server: Server, path: str, payload: dict | None = None) -> Any:  #
         ServerError: one line with the address and the outcome of the last attempt.
     """
     url = server.url + path
-    content = None if payload is None else json.dumps(payload).encode()
+    body = await _answer(server, url, None if payload is None else json.dumps(payload).encode())
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        raise ServerError(f"{url}: the answer is not JSON: {_excerpt(body)}") from None
+
+
+async def command(server: Server, path: str) -> None:
+    """POST {} to the path at the server's root, beside its API's /v1. Only vLLM's development mode takes such paths.
+
+    Raises:
+        ServerError: as of ask.
+    """
+    await _answer(server, server.url.removesuffix("/v1") + path, b"{}")
+
+
+async def _answer(server: Server, url: str, content: bytes | None) -> bytes:
+    """The bytes of the server's answer, in as many attempts as it is given."""
     for attempt in range(server.retries + 1):
         try:
             body = await _exchange(server, url, content)
@@ -97,10 +114,7 @@ async def ask(server: Server, path: str, payload: dict | None = None) -> Any:  #
             fault = str(error)
         else:
             _unanswered.discard(url)
-            try:
-                return json.loads(body)
-            except (ValueError, RecursionError):
-                raise ServerError(f"{url}: the answer is not JSON: {_excerpt(body)}") from None
+            return body
         if attempt < server.retries:
             if url not in _unanswered:  # one line for all requests under way
                 _unanswered.add(url)

@@ -169,7 +169,9 @@ def _named(module: Any, name: str, own_name: str) -> Reward:
     function, prefix = getattr(module, name), f"{module.PREFIX}_{own_name.upper()}"
     named: Any = functools.update_wrapper(functools.partial(function, prefix=prefix), function)  # with its attributes
     named.settings = module.variables(prefix)
-    named.load = functools.partial(module.load, prefix)
+    for attribute in ("load", "offload", "offloads_together"):
+        if hasattr(function, attribute):
+            setattr(named, attribute, functools.partial(getattr(function, attribute), prefix))
     return named
 
 

@@ -18,6 +18,7 @@ environment variables, the same for all ranks; defaults stand at the end of the 
     VLM_JUDGE_RETRIES      further attempts after no answer or a server's error, after 1, 2, 4 ... 30 s; 4
     VLM_JUDGE_API_KEY      sent as a bearer token, to this host alone; none
     VLM_JUDGE_SERVE        command that starts the server, one on each node, which ends with the run; none
+    VLM_JUDGE_SLEEP        1: the server, vLLM's, frees its GPU while no image is scored; 0
 
 They are read once, before any model loads. Then the server is asked whether it has the model.
 
@@ -25,12 +26,13 @@ Several judges in one run have names, vlm_judge:style and vlm_judge:text, which 
 has settings of its own and none of the above: VLM_JUDGE_STYLE_URL, VLM_JUDGE_STYLE_MODEL, VLM_JUDGE_TEXT_URL and so on.
 """
 
+import asyncio
 import math
 import os
 from pathlib import Path
 from typing import NamedTuple
 
-from common.errors import error_prefix
+from common.errors import RunError, error_prefix
 from common.rewards._json_http import (
     RefusedRequest,
     Server,
@@ -38,6 +40,7 @@ from common.rewards._json_http import (
     ask,
     ask_for_each,
     ask_for_names,
+    command,
     number_setting,
     png_base64,
     read_server,
@@ -61,9 +64,11 @@ class Settings(NamedTuple):
     least: float
     highest: float
     max_tokens: int
+    sleeps: bool
 
 
 _settings: dict[str, Settings] = {}  # by prefix
+_awake: set[str] = set()  # prefixes of judges that may sleep, and that this rank has woken
 
 
 def vlm_judge(
@@ -83,6 +88,9 @@ def vlm_judge(
     prefix: how the environment variables begin, VLM_JUDGE or that of a named judge.
     """
     settings = read_settings(prefix)
+    if settings.sleeps and prefix not in _awake:
+        asyncio.run(command(settings.server, "/wake_up"))
+        _awake.add(prefix)
     shown = list(zip(images, prompts, [record.get("image", []) for record in metadata], strict=True))
     return ask_for_each(lambda one: judge(settings, *one), shown, settings.server.concurrency)
 
@@ -163,6 +171,7 @@ def _read_settings(prefix: str) -> Settings:
         least=least,
         highest=highest,
         max_tokens=number_setting(f"{prefix}_MAX_TOKENS", 512, 1),
+        sleeps=number_setting(f"{prefix}_SLEEP", 0, 0) > 0,
     )
 
 
@@ -179,6 +188,26 @@ def load(prefix: str = PREFIX) -> None:
         raise ValueError(f"{prefix}_MODEL={settings.model}: not at the server, which has {', '.join(names)}")
 
 
+def sleeps(prefix: str = PREFIX) -> bool:
+    """Whether the judge sleeps while no image is scored."""
+    return read_settings(prefix).sleeps
+
+
+def offload(prefix: str = PREFIX) -> None:
+    """Let the judge sleep, if it should; the first rank of a node asks for it.
+
+    Raises:
+        RunError: the server refuses, or is gone.
+    """
+    if sleeps(prefix):
+        _awake.discard(prefix)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            try:
+                asyncio.run(command(read_settings(prefix).server, "/sleep?level=1"))
+            except ServerError as error:
+                raise RunError(f"{prefix}_SLEEP: {error}") from error
+
+
 def variables(prefix: str) -> tuple[str, ...]:
     """The environment variables that scores depend on."""
     return tuple(f"{prefix}_{setting}" for setting in ("URL", "MODEL", "PROMPT", "RANGE", "MAX_TOKENS"))
@@ -188,3 +217,5 @@ def variables(prefix: str) -> tuple[str, ...]:
 vlm_judge.settings = variables(PREFIX)  # type: ignore[attr-defined]
 vlm_judge.parts = (*AXES, "instruction", "preservation")  # type: ignore[attr-defined]
 vlm_judge.load = load  # type: ignore[attr-defined]
+vlm_judge.offload = offload  # type: ignore[attr-defined]
+vlm_judge.offloads_together = sleeps  # type: ignore[attr-defined]

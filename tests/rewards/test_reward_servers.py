@@ -20,6 +20,7 @@ from decimal import Decimal
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import flow_grpo
+from common import scoring
 from common.data import PromptSet
 from common.errors import RunError
 from common.files.pictures import StoredImage
@@ -238,6 +239,49 @@ def test_a_name_without_settings_is_refused_in_one_line(serve, names, told):
     with pytest.raises(ValueError) as error:
         load_rewards(names, [1] * len(names))
     assert told in str(error.value) and "\n" not in str(error.value)
+
+
+@fast
+def test_a_judge_sleeps_while_nothing_is_scored(serve, monkeypatch):
+    """One of two, by its own setting: woken by the first images of a rollout, asleep once all ranks have scores."""
+    sleeping, _ = serve("vlm_judge", sleeper, load=False, own_name="style", URL="", SLEEP=1)
+    monkeypatch.setenv("VLM_JUDGE_STYLE_URL", f"{sleeping.url}/v1")
+    awake, _ = serve("vlm_judge", load=False, own_name="text")
+    rewards = load_rewards(["vlm_judge:style", "vlm_judge:text"], [1, 1])
+    waited = []
+    monkeypatch.setattr(scoring, "gather_objects", lambda value: waited.append(len(sleeping.requests)) or [value])
+    sleeping.requests.clear()
+    for _ in range(2):
+        score_images(rewards, IMAGES[:1], PROMPTS.select([0]))
+        score_images(rewards, IMAGES[1:2], PROMPTS.select([1]))
+        scoring.offload_rewards(rewards)
+    paths = [path for path, _, _ in sleeping.requests]
+    rollout = ["/wake_up", "/v1/chat/completions", "/v1/chat/completions", "/sleep?level=1"]
+    assert paths == 2 * rollout and waited == [3, 7]  # when all ranks have been waited for it does not sleep yet
+    assert [path for path, _, _ in awake.requests] == ["/chat/completions"] * 4
+    monkeypatch.setenv("LOCAL_RANK", "1")  # whose first rank asks for all
+    score_images(rewards, IMAGES[:1], PROMPTS.select([0]))
+    scoring.offload_rewards(rewards)
+    assert [path for path, _, _ in sleeping.requests[8:]] == rollout[:2]
+
+
+def sleeper(path, body):
+    """Of vLLM, whose answers to both commands are empty."""
+    if path in ("/wake_up", "/sleep?level=1"):
+        return 200, b""
+    return good_answer("vlm_judge", path, body)
+
+
+@fast
+def test_a_judge_that_cannot_sleep_ends_the_run(serve):
+    """In a line that names the setting: its memory would not be free."""
+
+    def answer(path, body):
+        return (404, b"Not Found") if path.startswith("/sleep") else sleeper(path, body)
+
+    _, rewards = serve("vlm_judge", answer, SLEEP=1)
+    with pytest.raises(RunError, match=r"VLM_JUDGE_SLEEP: http://127\.0\.0\.1:\d+/sleep.*404"):
+        scoring.offload_rewards(rewards)
 
 
 def test_a_run_trains_with_two_judges_and_a_scorer(serve, tmp_path):

@@ -570,7 +570,7 @@ def test_the_variables_that_a_file_documents_are_its_rewards_settings(name, pref
     examples = re.compile("_(RED|STYLE|TEXT)_")  # of vlm_judge:style and the like
     documented = {variable for variable in documented if not examples.search(variable)}
     of_the_way = {
-        f"{prefix}_{end}" for end in ("BATCH_SIZE", "CONCURRENCY", "TIMEOUT_S", "RETRIES", "API_KEY", "SERVE")
+        f"{prefix}_{end}" for end in ("BATCH_SIZE", "CONCURRENCY", "TIMEOUT_S", "RETRIES", "API_KEY", "SERVE", "SLEEP")
     }
     assert documented and set(function.settings) == documented - of_the_way
 
