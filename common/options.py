@@ -117,7 +117,8 @@ class SharedArgs:
     """finish the step, save and exit after this many minutes, as after a signal, also before the first step, while
     prompts are cached or pairs made; 0: no limit"""
     profile_steps: Annotated[tuple[int, ...], Bound(at_least=1)] = ()
-    """training steps that rank 0 traces with torch's profiler; trace_STEP.json holds two passes of the update"""
+    """training steps that rank 0 traces with torch's profiler; trace_STEP.json holds two passes of the update,
+    trace_STEP_rollout.json a sampling step, or with an engine the trainer's pass after it"""
     eval_only: bool = False
     """evaluate and exit, under a new --name: the checkpoint of --resume, with its options, or otherwise the model"""
 

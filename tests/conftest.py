@@ -72,11 +72,11 @@ EMBEDDED = ROOT / "assets" / "embedded"
 SCRIPTS = ["flow_grpo.py", "grpo_guard.py", "mix_grpo.py", "diffusion_nft.py", "dpo_offline.py"]
 SIBLINGS = SCRIPTS[1:]
 SMALL = ["--num_prompts", "4", "--group_size", "4", "--micro_batch_size", "4", "--num_inference_steps", "6"]
-SMALL += ["--eval_num_inference_steps", "6"]
+SMALL += ["--eval_num_inference_steps", "6", "--max_prompts", "8"]  # whole evaluations take most of so short a run
 CONSTANT = ["--lr_schedule", "constant"]  # a run that is lengthened has the steps of one that was longer from the start
 SMALL += CONSTANT
 TINY = ["--num_prompts", 4, "--group_size", 4, "--updates_per_rollout", 1, "--num_inference_steps", 6]
-TINY += ["--eval_num_inference_steps", 3, *CONSTANT]
+TINY += ["--eval_num_inference_steps", 3, "--max_prompts", 8, *CONSTANT]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -94,6 +94,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with many slow tests first: of two workers none is left with a long file when the other one is done."""
     num_slow = collections.Counter(item.path for item in items if "fast" not in item.keywords)
     items.sort(key=lambda item: -num_slow[item.path])
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """A failure is named at once, for a run that is ended before its summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        told = report.longreprtext.splitlines()
+        said = next((line for line in told if line.startswith("E ")), told[-1] if told else "")
+        print(f"\n{report.nodeid} ({report.when}): {said.removeprefix('E').strip()}", file=sys.stderr, flush=True)
 
 
 # ---- packages that may be missing ------------------------------------------------------------------------------------
@@ -145,26 +153,18 @@ def torchrun(
     *args: object,
     nproc: int = 1,
     check: bool = True,
+    draw_curves: bool = False,
     timeout: float = 420,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script of the repository as a user does, in `folder`. Returns the finished process, output as text.
+    """Run a script of the repository in `folder`, on ranks that the warm process forks, in half the time that torchrun
+    takes to start them. Returns the finished process, output as text.
 
-    Where the run must succeed (check), its ranks come from the warm process, which takes half the time, and an empty
+    Where the run must succeed (check), an exit code other than 0 fails the test. Without draw_curves, an empty
     curves.png stands in for the curves.
     """
-    if check:
-        done = run_warm(folder, str(ROOT / script), list(map(str, args)), nproc, timeout)
-        assert done.returncode == 0, done.stdout[-6000:]
-        return done
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
-    return subprocess.run(
-        [*command, str(ROOT / script), *map(str, args)],
-        cwd=folder,
-        text=True,
-        timeout=timeout,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    done = run_warm(folder, str(ROOT / script), list(map(str, args)), nproc, timeout, draw_curves)
+    assert not check or done.returncode == 0, done.stdout[-6000:]
+    return done
 
 
 @functools.cache
@@ -209,7 +209,7 @@ def forked_engines() -> Iterator[None]:
 
 
 def run_warm(
-    folder: Path, script: str, options: list[str], num_ranks: int, timeout: float
+    folder: Path, script: str, options: list[str], num_ranks: int, timeout: float, draw_curves: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """A run whose ranks the warm process forks. Its return code is the first one that is not 0."""
     process, output = warm_process(), folder / "output_of_ranks.txt"
@@ -223,6 +223,7 @@ def run_warm(
         "environment": dict(os.environ),
         "output": str(output),
         "engines": warm_engines() if "vllm" in options else None,
+        "draw_curves": draw_curves,
     }
     timer = threading.Timer(timeout, os.killpg, (process.pid, signal.SIGKILL))
     timer.start()

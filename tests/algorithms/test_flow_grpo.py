@@ -64,9 +64,7 @@ def runs(tmp_path_factory):
         if (rollout, nproc) not in done:
             name = f"{rollout}{nproc}"
             command = ["--name", name, "--rollout", rollout, *options]
-            # without an engine by the real torchrun: its ranks share no state, and draw the curves
-            out = torchrun(folder, "flow_grpo.py", *command, nproc=nproc, check=rollout == "vllm")
-            assert out.returncode == 0, out.stdout[-6000:]
+            out = torchrun(folder, "flow_grpo.py", *command, nproc=nproc, draw_curves=rollout == "local")
             done[rollout, nproc] = folder / "runs" / name, out.stdout
         return done[rollout, nproc]
 

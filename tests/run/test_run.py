@@ -313,22 +313,55 @@ def test_the_other_ranks_write_nothing(tmp_path, monkeypatch, capfd):
 
 @pytest.mark.parametrize("num_passes", [1, 2, 3])
 def test_profile_steps_are_traced_alone_and_two_passes_of_each(tmp_path, monkeypatch, num_passes):
-    """A pass without gradient, one of another module, and what follows the second pass are not traced."""
+    """And the first pass without a gradient, in a file of its own. Passes of another module, later ones without a
+    gradient, and what follows the second pass with one are not traced."""
     monkeypatch.setattr("common.run.profiling.FSDPModule", torch.nn.Linear)
     model = torch.nn.Linear(2, 2)
     run = new_run(tmp_path, profile_steps=(4, 6), num_steps=7)
     for step in range(3, 7):
         run.begin_step(step)
-        with torch.no_grad():
-            model(torch.ones(2))
+        for _ in range(num_passes):
+            with torch.no_grad():
+                model(torch.ones(2)).sin()
         for _ in range(num_passes):
             torch.nn.ReLU()(model(torch.ones(2)).cumsum(0)).sum().backward()
+            with torch.no_grad():
+                model.weight.cos()
     run.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace_0004.json", "trace_0006.json"]
-    for step in (4, 6):
-        trace = json.loads((tmp_path / f"trace_{step:04d}.json").read_text())
-        names = [event.get("name", "") for event in trace["traceEvents"]]
-        assert names.count("aten::linear") == names.count("aten::relu") == min(num_passes, 2)
+    files = [f"trace_{step:04d}{rest}.json" for step in (4, 6) for rest in ("", "_rollout")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == files
+    for file in files:
+        events = json.loads((tmp_path / file).read_text())["traceEvents"]
+        names = [event.get("name", "") for event in events]
+        counts = [names.count(f"aten::{name}") for name in ("linear", "sin", "relu", "cos")]
+        assert counts == ([1, 1, 0, 0] if "rollout" in file else [n := min(num_passes, 2), 0, n, n])
+
+
+def test_passes_of_every_policy_are_traced(tmp_path, monkeypatch):
+    """With full weights another transformer samples, and further ones may take gradients. A block is recomputed in the
+    backward pass, where it is no pass of its own."""
+    monkeypatch.setattr("common.run.profiling.FSDPModule", torch.nn.Linear)
+    outer, inner = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    outer.forward = lambda x: inner(x).tanh()  # its derivative, and sigmoid's, are operations of other names
+    others = [torch.nn.Linear(2, 2) for _ in range(3)]
+    run = new_run(tmp_path, profile_steps=(1,), num_steps=2)
+    run.begin_step(1)
+    with torch.no_grad():
+        others[0](torch.ones(2))
+    outer(torch.ones(2)).sum().backward()
+    inner(torch.ones(2))  # as activation checkpointing calls it
+    for other in others[1:]:
+        other(torch.ones(2)).sigmoid().sum().backward()
+    run.close()
+    names = {}
+    for file in ("trace_0001.json", "trace_0001_rollout.json"):
+        events = json.loads((tmp_path / file).read_text())["traceEvents"]
+        names[file] = [event.get("name", "") for event in events]
+    update, rollout = names.values()
+    operations = ("linear", "tanh", "tanh_backward", "sigmoid", "sigmoid_backward")
+    counts = [update.count(f"aten::{operation}") for operation in operations]
+    assert counts == [3, 1, 1, 1, 1]
+    assert rollout.count("aten::linear") == 1 and not rollout.count("aten::tanh")
 
 
 def test_a_run_stops_where_its_longest_step_would_not_fit_any_more(tmp_path, monkeypatch, own_handlers):
