@@ -82,8 +82,6 @@ from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.optim import AdamW
 
-SCHEDULE_STEPS = 1000  # of the model's own schedule, by which sigmas are shifted
-
 
 @dataclass
 class Args(SharedArgs):  # and the shared options, in common/options.py; parse_args refuses values beyond a Bound
@@ -95,7 +93,7 @@ class Args(SharedArgs):  # and the shared options, in common/options.py; parse_a
     records: tuple[CodeOrName, ...] = ()
     """images to train on: .jsonl, .json or .csv of {"prompt", "image"} (image files relative to it), a .parquet with
     such columns, a folder or a pattern of these, FILE:FIELD for prompts in another field, or your own
-    path/to/file.py:function; train_prompts are not used. --eval_only needs none"""
+    path/to/file.py:function; train_prompts are refused. --eval_only needs none"""
     cache: FileOrName = "cache"
     """folder of encoded records, kept between runs and seen by all ranks; a changed model or image is encoded again"""
 
@@ -148,6 +146,9 @@ def check(args: Args) -> Args:
         args = replace(args, reward_weights=())
     if args.eval_only:  # no mini-batches are cut
         return args
+    for name in ("train_prompts", "train_shares"):
+        if getattr(args, name) != getattr(Args, name):
+            raise ValueError(f"--{name}: is not read here; --records has what is trained on")
     micro_batch_size = fit_micro_batch(args.num_records, 1, args.micro_batch_size, "--num_records")
     return replace(args, micro_batch_size=micro_batch_size)
 
@@ -253,7 +254,7 @@ def encode_drawn(
 
 
 def draw_sigma(args: Args, schedule: list[float], generator: torch.Generator) -> float:
-    """The level s in [0, 1] of an image's noise. schedule: SCHEDULE_STEPS + 1 sigmas of the model's own, from 1 to 0.
+    """The level s in [0, 1] of an image's noise. schedule: sigmas of the model's own, from 1 to 0.
 
     In Python's fp64: an image's number does not depend on which others are drawn.
     """
@@ -266,8 +267,8 @@ def draw_sigma(args: Args, schedule: list[float], generator: torch.Generator) ->
         s = 1 - s - args.mode_scale * (math.cos(math.pi / 2 * s) ** 2 - 1 + s)
     if args.train_shift is not None:  # eq. 23
         return args.train_shift * s / (1 + (args.train_shift - 1) * s)
-    place = (1 - s) * SCHEDULE_STEPS  # sampling goes from 1 to 0
-    i = min(int(place), SCHEDULE_STEPS - 1)
+    place = (1 - s) * (len(schedule) - 1)  # sampling goes from 1 to 0
+    i = min(int(place), len(schedule) - 2)
     return schedule[i] + (place - i) * (schedule[i + 1] - schedule[i])
 
 
@@ -506,7 +507,7 @@ def main(args: Args, inputs: Inputs) -> None:
     choose_adam_kernel(optimizer, model)  # foreach for a LoRA; on a GPU fused for full weights
     records = inputs.pairs or []
     sampler = GroupSampler(len(records), args.num_records, group_size=1, seed=args.order_seed)  # of records
-    _, schedule, latent_shape = model.schedule(SCHEDULE_STEPS, *args.image_size)  # the sigmas are (1001,)
+    _, schedule, latent_shape = model.schedule(model.level_steps, *args.image_size)
 
     # RUN LOGIC, the same in all scripts: resume; evaluate first, or redo the evaluation that failed (run.unlogged)
     if run.checkpoint:

@@ -56,6 +56,9 @@ class Family(ABC):
     is_split_by_engine = True  # whether vLLM-Omni splits its transformer over workers (--engine_devices)
     # The least and the most source images of a prompt, for a model that edits: all records of a run have equally many.
     num_sources = (0, 0)
+    # Sampling steps of the schedule that the levels of training noise follow (contrib/sft.py, contrib/dmd2.py): so many
+    # that it is a smooth curve, where its shift does not depend on their number.
+    level_steps = 1000
     source_tokens = 0  # tokens of a source image, beside max_sequence_length, in a text encoder that sees it
 
     # A pipeline of diffusers that has a `transformer` and `save_lora_weights`.
@@ -69,9 +72,10 @@ class Family(ABC):
 
     frozen_policies = frozenset({"reference"})  # policies that no checkpoint holds, as training never changes them
 
-    # `add_policies` (common/weights/policy.py) sets these three.
+    # `add_policies` (common/weights/policy.py) sets these four.
     num_updates: int  # optimizer steps that the trained policy has taken, which `optimizer_step` of a script counts
     is_lora: bool  # whether a LoRA is trained, or full weights
+    trained: frozenset[str]  # the policies that take a gradient where they act: `default`, and a script's others
     policies: "dict[str, diffusers.ModelMixin]"  # the transformer of each policy; with a LoRA, one for all policies
 
     def __init__(self, pipe: "diffusers.DiffusionPipeline") -> None:

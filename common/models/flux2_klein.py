@@ -39,6 +39,7 @@ class Flux2Klein(Family):
     a picture's own size up to about a million pixels.
     """
 
+    level_steps = 50  # the shift depends on the number of steps; at 1,000 it would leave hardly any noise
     num_sources = (0, 4)  # by Black Forest Labs' documentation; the pipeline itself counts none
     lora_target_modules = (*JOINT_ATTENTION, "to_qkv_mlp_proj")  # the last one is in the single-stream blocks
     attention_kernels = ("native", "flash")  # cuDNN's gradient is wrong (`use_attention`)

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit
 
 from common.errors import RunError, error_prefix, reason
 from common.models.family import ENCODERS, Family
@@ -22,7 +23,6 @@ from common.models.vae import to_bfloat16
 from common.process import print_message, print_once
 from common.user_code import load_function
 
-import httpx
 import numpy as np
 import torch
 from huggingface_hub import (
@@ -146,14 +146,13 @@ def check_reachable(url: str) -> None:
     times, with pauses of 23 s. Whatever else happens, also silence, is left to it: a slow network may work."""
     try:
         get_session().head(url, timeout=PROBE_S)
-    except httpx.ConnectError as error:
+    except Exception as error:  # whose class is httpx's or httpx2's, by the version of huggingface_hub
         cause: BaseException = error
         while cause.__cause__ or cause.__context__:
             cause = cause.__cause__ or cause.__context__ or cause
         if isinstance(cause, socket.gaierror | ConnectionRefusedError):
-            raise ValueError(f"no connection to {httpx.URL(url).host} ({reason(cause)})") from error
-    except Exception:  # the hub's client meets it again
-        return
+            raise ValueError(f"no connection to {urlsplit(url).hostname} ({reason(cause)})") from error
+        # whatever else it is, the hub's client meets it again
 
 
 def known_folder(model: str | Path) -> Path | None:

@@ -9,21 +9,28 @@ if TYPE_CHECKING:  # importing it takes seconds
     import diffusers
 
 PIXELS_AT_ONCE = 1024 * 1024  # per call of the VAE: 4 images of 512 x 512, about 3 GB of activations in fp32
+PIXELS_ON_CPU = 256 * 1024  # where activations that leave the caches are slow
+
+
+def images_at_once(pixels_of_one: int, device: torch.device) -> int:
+    """How many images a call of the VAE takes: as many as have PIXELS_AT_ONCE pixels, on a CPU PIXELS_ON_CPU; at least
+    one."""
+    pixels = PIXELS_AT_ONCE if device.type != "cpu" else min(PIXELS_AT_ONCE, PIXELS_ON_CPU)
+    return max(1, pixels // pixels_of_one)
 
 
 def decode_in_slices(vae: "diffusers.ModelMixin", latents: torch.Tensor, scale: int) -> torch.Tensor:
     """The VAE's latents (B, ...) -> its pixels (B, 3, ...); `scale` is the number of pixels per latent.
 
-    A call takes as many images as have PIXELS_AT_ONCE pixels, and at least one. Pixels in [-1, 1] differ from those of
-    a single call for all B by round-off, on a CPU by 1e-6. Where latents have a gradient, each call is checkpointed:
-    the backward pass decodes again, and holds the activations of one call.
+    A call takes `images_at_once`. Pixels in [-1, 1] differ from those of a single call for all B by round-off, on a CPU
+    by 1e-6. Where latents have a gradient, each call is checkpointed: the backward pass decodes again, and holds the
+    activations of one call.
     """
 
     def decode(images: torch.Tensor) -> torch.Tensor:
         return vae.decode(images, return_dict=False)[0]
 
-    pixels_of_one = scale * latents.shape[2:].numel()
-    num_images = max(1, PIXELS_AT_ONCE // pixels_of_one)
+    num_images = images_at_once(scale * latents.shape[2:].numel(), latents.device)
     slices = [images.to(vae.dtype) for images in latents.split(num_images)]
     if torch.is_grad_enabled() and latents.requires_grad:
         return torch.cat([checkpoint(decode, part, use_reentrant=False, preserve_rng_state=False) for part in slices])
@@ -33,7 +40,7 @@ def decode_in_slices(vae: "diffusers.ModelMixin", latents: torch.Tensor, scale: 
 @torch.no_grad()
 def encode_in_slices(vae: "diffusers.ModelMixin", pixels: torch.Tensor) -> torch.Tensor:
     """Pixels (B, 3, ...) -> the VAE's latents (B, ...) in fp32, in calls as decoding's; of a posterior its mode."""
-    num_images = max(1, PIXELS_AT_ONCE // pixels.shape[2:].numel())
+    num_images = images_at_once(pixels.shape[2:].numel(), pixels.device)
     slices = pixels.split(num_images)
     encoded = [vae.encode(images.to(vae.dtype)) for images in slices]
     # AutoencoderDC has no posterior

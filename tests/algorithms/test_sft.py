@@ -70,7 +70,8 @@ def test_a_shift_by_hand():
 def test_without_a_shift_of_its_own_the_levels_are_those_that_the_model_samples_by():
     """The embedded model's scheduler has shift 3, which its sigmas take twice at their end; and the schedule's own
     levels come out of evenly spaced draws."""
-    _, schedule, _ = embedded_model().schedule(sft.SCHEDULE_STEPS, 32, 96)
+    model = embedded_model()
+    _, schedule, _ = model.schedule(model.level_steps, 32, 96)
     levels = schedule.tolist()
     args = sft.Args(timestep_sampling="uniform")
     drawn = []
@@ -157,6 +158,8 @@ def test_a_reward_chooses_the_best_adapter(tmp_path, records):
     [
         ([], "--records: "),
         (["--records", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+        (["--records", "records.jsonl", "--train_prompts", "records.jsonl"], "--train_prompts: .*--records"),
+        (["--records", "records.jsonl", "--train_shares", 1], "--train_shares: .*--records"),
         (["--records", "no_image.jsonl"], 'no_image.jsonl:1: .*"image"'),
         (["--records", "records.jsonl", "--mode_scale", 2], "--mode_scale 2"),
         (["--records", "records.jsonl", "--num_records", 8, "--micro_batch_size", 3], "--micro_batch_size 3"),

@@ -328,6 +328,14 @@ def test_the_schedule_at_other_sizes(model, monkeypatch, height, width, num_infe
     torch.testing.assert_close(sigmas, expected[1].float(), rtol=0, atol=1e-7)
 
 
+@pytest.mark.parametrize("side", [32, 512, 1024])
+def test_levels_of_training_noise_are_those_of_sampling(model, monkeypatch, side):
+    """Half through the schedule that they follow there is as much noise as half through fifty sampling steps."""
+    monkeypatch.setattr(model.pipe, "scheduler", model.published_scheduler)
+    middle, of_sampling = (model.schedule(n, side, side)[1][n // 2].item() for n in (model.level_steps, 50))
+    assert middle == pytest.approx(of_sampling, abs=0.03) and middle > 0.2
+
+
 @with_references
 def test_prompts_do_not_see_each_other(model):
     """A prompt, with its pictures, gives the same velocity alone and beside a longer prompt with larger pictures; at
@@ -467,6 +475,11 @@ def test_the_vae_decodes_and_encodes_a_few_images_at_a_time(model, monkeypatch):
     monkeypatch.setattr("common.models.vae.PIXELS_AT_ONCE", 1)  # less than an image
     assert_same_images(model.decode(latents), whole)
     assert seen == [3, 2, 1, 1, 1, 1]
+    monkeypatch.setattr("common.models.vae.PIXELS_AT_ONCE", 3 * pixels)
+    monkeypatch.setattr("common.models.vae.PIXELS_ON_CPU", 2 * pixels)
+    assert_same_images(model.decode(latents), whole)
+    assert seen == [3, 2, 1, 1, 1, 1, 2, 1]
+    monkeypatch.setattr("common.models.vae.PIXELS_ON_CPU", 1)
     if not model.makes_videos:
         seen.clear()
         one_by_one = model.encode_images(whole, HEIGHT, WIDTH)
