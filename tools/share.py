@@ -405,9 +405,12 @@ def training_section(run: Path, record: dict, options: dict[str, Any], algorithm
     height, width = options["image_size"]
     frames = f", {options['num_frames']} frames" if options["num_frames"] > 1 else ""
     lines = [f"- algorithm: {algorithm}", f"- reward: {', '.join(rewards) or 'none'}", f"- trained: {trained}"]
-    for name in ("train_prompts", "eval_prompts"):
-        files = [f"`{public_path(text)}`" for text in options.get(name) or ()]
-        lines.append(f"- {'prompts' if name == 'train_prompts' else 'held-out prompts'}: {', '.join(files) or 'none'}")
+    # a script of records, or of given pairs, reads no training prompts
+    trained_on = next(name for name in ("records", "pairs", "train_prompts") if options.get(name) or "train" in name)
+    for name, told in ((trained_on, trained_on.replace("train_", "")), ("eval_prompts", "held-out prompts")):
+        given = options.get(name) or ()
+        files = [f"`{public_path(text)}`" for text in ([given] if isinstance(given, str) else given)]
+        lines.append(f"- {told}: {', '.join(files) or 'none'}")
     lines.append(f"- size: {height} x {width} pixels (height x width){frames}")
     if "learning_rate" in options:
         lines.append(f"- learning rate: {options['learning_rate']:g}")

@@ -72,11 +72,11 @@ def _read_file(
     with error_prefix(path):
         if asked:
             _check_asked({"rewards": asked}, rewards, others)
-    for where, record in read_records(path):
+    for where, record, file in _read_with_files(path):
         prompt = record.pop("prompt")
         with error_prefix(where, (*UNREADABLE, SystemExit)):  # a reward's check may exit
             if {"image", "images"} & record.keys():
-                record = _find_pictures(record, path, where)
+                record = _find_pictures(record, file, where)
             if "rewards" in record:
                 _check_asked(record, rewards, others)
             if asked:
@@ -135,21 +135,27 @@ def _check_asked(record: dict, rewards: dict[str, Callable] | None, others: Iter
 
 def read_records(source: Path | str) -> list[tuple[str, dict]]:
     """[("file:line", {"prompt": ..., more})] of what holds prompts; takes the same and raises as read_prompts does."""
+    return [(where, record) for where, record, _ in _read_with_files(source)]
+
+
+def _read_with_files(source: Path | str) -> list[tuple[str, dict, Path]]:
+    """read_records, each with the file beside which its pictures are: of a folder any file in the folder itself."""
     path, field = split_source(source)
     source = split_rewards(source)[1]
-    entries: Iterable[tuple[str, object]]
+    entries: Iterable[tuple[str, object, Path]]
     advice = ", and FILE:FIELD names another field"
     if path.suffix == ".py" and field:
-        entries, field, advice = _call_function(str(source)), "prompt", ""
+        entries, field, advice = ((*entry, path) for entry in _call_function(str(source))), "prompt", ""
     else:
         with error_prefix(path):
             files = find_shards(path)
         field = clean_name(field) or "prompt"
-        entries = (entry for file in files for entry in _read_entries(file, field))
+        in_folder = path / "shards" if path.is_dir() else None
+        entries = ((*entry, in_folder or file) for file in files for entry in _read_entries(file, field))
     records = []
-    for where, entry in entries:
+    for where, entry, file in entries:
         with error_prefix(where):
-            records.append((where, _as_record(entry, field, advice)))
+            records.append((where, _as_record(entry, field, advice), file))
     if not records:
         raise ValueError(f"{source}: no prompts")
     return records
@@ -271,11 +277,9 @@ def _as_record(entry: object, field: str, advice: str) -> dict:
     return record | {"prompt": prompt}
 
 
-def _find_pictures(record: dict, source: Path | str, where: str) -> dict:
-    """find_pictures, whose paths are relative to the folder that holds the files."""
-    path, _ = split_source(source)
-    pictures = optional_part("files.pictures", where)
-    return pictures.find_pictures(record, path / "shards" if path.is_dir() else path, where)
+def _find_pictures(record: dict, file: Path, where: str) -> dict:
+    """find_pictures of a part that may be missing."""
+    return optional_part("files.pictures", where).find_pictures(record, file, where)
 
 
 def count_sources(num_sources: tuple[int, int], path: Path | str) -> int:
@@ -289,9 +293,9 @@ def count_sources(num_sources: tuple[int, int], path: Path | str) -> int:
     least, most = num_sources
     if least == most:
         return least
-    where, record = read_records(path)[0]  # all files of a run have equally many pictures
+    where, record, file = _read_with_files(path)[0]  # all files of a run have equally many pictures
     with error_prefix(where):
-        found = len(_find_pictures(record, path, where).get("image", ()))
+        found = len(_find_pictures(record, file, where).get("image", ()))
         if found > most:
             raise ValueError(f'has {found} "image"; the model takes {least} to {most}')
     return max(least, found)  # a plan may be asked for before there are records

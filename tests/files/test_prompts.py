@@ -331,6 +331,17 @@ def test_pictures_in_a_folder_of_shards_lie_beside_them(tmp_path):
         assert count_sources((0, 2), source) == 1
 
 
+def test_pictures_of_a_pattern_lie_beside_the_file_that_names_them(tmp_path):
+    for size in (8, 16):
+        folder = tmp_path / f"set-{size:02d}"
+        folder.mkdir()
+        Image.new("RGB", (size, size)).save(folder / "a.png")
+        write(folder, "edits.jsonl", '{"prompt": "a", "image": "a.png"}')
+    pattern = tmp_path / "set-*" / "edits.jsonl"
+    assert [source[0].size for source in read_prompts(pattern).sources()] == [(8, 8), (16, 16)]
+    assert count_sources((0, 2), pattern) == 1
+
+
 def test_read_csv(tmp_path):
     """As spreadsheets write them: a byte order mark, lines that end in CR LF, quoted commas and line breaks."""
     text = '\ufeffid,text,negative_prompt\r\n1,"a sign ""12"", red",\r\n\r\n2,"two\r\nlines",blurry\r\n'

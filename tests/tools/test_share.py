@@ -178,6 +178,18 @@ def test_what_the_folder_and_the_card_have(run):
     assert " --name mine " in command and f" --eval_prompts eval.txt --reward {'brightness.py:brightness'}" in command
 
 
+@pytest.mark.parametrize(("option", "value"), [("records", ["mine.jsonl"]), ("pairs", "mine.jsonl")])
+def test_records_and_pairs_stand_in_the_place_of_prompts(run, option, value):
+    """Which such a run does not read; without pairs of its own offline DPO makes them of its prompts."""
+    record = json.loads((run / "args.json").read_text())
+    assert "- prompts: `assets/train_prompts.txt`" in shared(run)[0].text
+    shutil.rmtree(run / "share")
+    record["args"][option] = value
+    (run / "args.json").write_text(json.dumps(record))
+    text = shared(run)[0].text
+    assert f"- {option}: `mine.jsonl`" in text and "- prompts:" not in text and "- held-out prompts: `" in text
+
+
 def test_the_scores_are_the_evaluations_paired(run):
     """By hand: three prompts of two images each, one of which failed."""
     scores = {0: [0.0, 0.2, 0.4, None, 0.5, 0.5], 1: [0.2, 0.4, 0.8, 0.9, 0.5, 0.7]}
