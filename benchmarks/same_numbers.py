@@ -49,8 +49,8 @@ from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).parents[1]
 FIVE = ("flow_grpo", "grpo_guard", "mix_grpo", "dpo_offline", "diffusion_nft")
-CONTRIB = ("awm", "crd", "dance_grpo", "dgpo", "diffusion_opd", "draft", "flow_dppo", "flow_grpo_ahead", "online_dpo")
-CONTRIB += ("ram", "sft", "tempflow_grpo", "v_grpo")
+CONTRIB = ("awm", "crd", "dance_grpo", "dgpo", "diffusion_opd", "dmd2", "draft", "flow_dppo", "flow_grpo_ahead")
+CONTRIB += ("online_dpo", "ram", "sft", "tempflow_grpo", "v_grpo")
 SCRIPTS = (*FIVE, *(f"contrib/{name}" for name in CONTRIB))
 KL_COEF = {"diffusion_nft": 1e-4, "dpo_offline": None}  # offline DPO has no such term
 UPDATES = ["--updates_per_rollout", "4", "--learning_rate", "1e-3"]  # of flow_grpo.py as well, as once
@@ -74,6 +74,7 @@ OWN = {  # options of a script alone, or without one of these
     "contrib/dance_grpo": f"{ROLLOUT} {WINDOW} --kl_coef 0.04",
     "contrib/dgpo": f"{ROLLOUT} --kl_coef 0.01",
     "contrib/diffusion_opd": f"{ROLLOUT} {WINDOW}",  # and teachers
+    "contrib/dmd2": "--num_prompts 8 --micro_batch_size 4 --fake_updates 2",
     "contrib/draft": "--num_prompts 8 --micro_batch_size 4 --gradient_steps 2",
     "contrib/flow_dppo": f"{ROLLOUT} {WINDOW} --kl_coef 0.04",
     "contrib/flow_grpo_ahead": f"{ROLLOUT} {WINDOW} --kl_coef 0.04",
@@ -126,7 +127,7 @@ def short_options(script, files):
     if script == "contrib/sft":  # which has no rollout
         at = options.index("--num_inference_steps")
         del options[at : at + 2]
-    if script not in ("dpo_offline", "contrib/draft", "contrib/sft"):
+    if script not in ("dpo_offline", "contrib/dmd2", "contrib/draft", "contrib/sft"):
         options += ["--rollout", "vllm" if script == "contrib/flow_grpo_ahead" else "local"]
     return options
 

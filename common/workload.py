@@ -21,6 +21,8 @@ class Workload:
     """passes with gradient per trained image and epoch"""
     policies: tuple[str, ...]
     """the policies that are kept: `default`, the trained one, and others, of which `reference` never changes"""
+    trained_policies: int = 1
+    """how many of them an optimizer trains"""
     acting_passes: int = 0
     """passes without gradient that the update makes beside each trained one: by `old`, a reference or teachers"""
     acting_epochs: int = 1

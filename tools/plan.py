@@ -166,7 +166,8 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
 def disk_line(blueprint: Blueprint, w: PlannedRun, options: dict[str, Any], num_eval_prompts: int) -> str:
     """What the run's folder and --prompt_cache take, in a line. Samples and logs are not counted."""
     averages = sum(policy not in ("default", "reference") for policy in w.policies)
-    trained = 4 * blueprint.num_trained * (3 + averages)  # fp32: the weights, Adam's two moments, and other policies'
+    # fp32: the weights, Adam's two moments of each trained policy, and other policies
+    trained = 4 * blueprint.num_trained * (1 + 2 * w.trained_policies + averages)
     adapter = 4 * blueprint.num_trained if blueprint.is_lora else blueprint.dtype.itemsize * blueprint.num_weights
     kept = options["keep_checkpoints"]
     parts = [f"checkpoints {kept} x {size(trained)}", f"adapter/ and best_adapter/ {size(2 * adapter)}"]

@@ -201,7 +201,7 @@ def weight_parts(blueprint: Blueprint, w: PlannedRun) -> list[Part]:
         Part(f"weights of {' and '.join(others)}, float32", len(others) * trained, phases, place, advice),
         Part("frozen adapters, float32", w.frozen_adapters * trained, phases, place, advice),
         # the first optimizer step makes them, so that there are none at the start
-        Part("Adam's two moments, float32", 2 * trained, PHASES[1:], place, advice),
+        Part("Adam's two moments, float32", 2 * trained * w.trained_policies, PHASES[1:], place, advice),
         Part("buffers of the transformer", blueprint.buffer_bytes, PHASES, "device", advice),
     ]
     if blueprint.is_lora:  # whole on each rank until the last pass of an optimizer step
@@ -322,7 +322,8 @@ def waiting_parts(blueprint: Blueprint, w: PlannedRun) -> list[Part]:
         decoded = (*decoded, "update")
     if blueprint.num_sources:  # the VAE encodes pictures with the prompts, engine or not
         decoded = ("encode", *decoded)
-    saved = 4 * (num_adapted(blueprint, w) + 3 * blueprint.num_trained)  # each policy; Adam's moments and adapter/
+    # each policy; Adam's moments of the trained ones, and adapter/
+    saved = 4 * (num_adapted(blueprint, w) + (2 * w.trained_policies + 1) * blueprint.num_trained)
     if not blueprint.is_lora:  # each rank writes its shards as they are, and rank 0 gathers adapter/
         saved = blueprint.dtype.itemsize * blueprint.num_weights
     files = blueprint.dtype.itemsize * blueprint.num_weights + blueprint.buffer_bytes

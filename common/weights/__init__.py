@@ -2,7 +2,16 @@
 
 from common.weights.attention import check_attention
 from common.weights.lora import check_modules, linear_layers, make_lora, save_policy
-from common.weights.policy import LoRA, acting, add_policies, choose_adam_kernel, follow, policy_tensors, whole
+from common.weights.policy import (
+    LoRA,
+    acting,
+    add_policies,
+    choose_adam_kernel,
+    follow,
+    parameters_of,
+    policy_tensors,
+    whole,
+)
 from common.weights.sharding import reshard, sampling, units_to_shard
 from common.weights.start import load_policies
 from common.weights.states import load_training_state, training_state
@@ -19,6 +28,7 @@ __all__ = [
     "load_policies",
     "load_training_state",
     "make_lora",
+    "parameters_of",
     "policy_tensors",
     "reshard",
     "sampling",

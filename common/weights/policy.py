@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 
+Optimizers = Mapping[str, torch.optim.Optimizer]  # of trained policies, by name, `default` among them
+
+
 class LoRA(NamedTuple):
     """A LoRA to train."""
 
@@ -34,14 +37,18 @@ class LoRA(NamedTuple):
     base_weights: str | None = None  # the option: how the weights under it are kept
 
 
-def add_policies(model: Family, lora: LoRA | None, names: Sequence[str], seed: int) -> None:
-    """Give `model` the policies `names`, equal at first; `default` is the first of them and the only trainable one.
+def add_policies(
+    model: Family, lora: LoRA | None, names: Sequence[str], seed: int, trained: Sequence[str] = ("default",)
+) -> None:
+    """Give `model` the policies `names`, equal at first; `default` is the first of them. The `trained` ones take a
+    gradient where they act.
 
     lora: make_lora's value; None: full weights. seed: of the global generators, and so of a new LoRA's weights, which
     every rank draws alike. A new LoRA needs no `reference`, which is the base model. A LoRA is fp32. Full weights that
     are trained or averaged become fp32 in `shard` of the scripts, block by block; a reference keeps its dtype.
     """
     set_seed(seed)
+    model.trained = frozenset(trained)
     fuse_norms(model.transformer)
     model.is_lora = lora is not None
     if lora and lora.base_weights:
@@ -63,7 +70,8 @@ def _copy_transformer(model: Family, names: Sequence[str]) -> None:
     for name in names:
         model.policies[name] = transformer
         if name != "default":
-            shared = {id(p): torch.nn.Parameter(p.data, requires_grad=False) for p in transformer.parameters()}
+            trains = name in model.trained
+            shared = {id(p): torch.nn.Parameter(p.data, requires_grad=trains) for p in transformer.parameters()}
             model.policies[name] = copy.deepcopy(transformer, shared)
 
 
@@ -96,7 +104,7 @@ def _add_adapters(
 
 
 def use_policy(model: Family, name: str) -> None:
-    """Let policy `name` act in `model.transformer`; only `default` ever requires a gradient. Random states stay.
+    """Let policy `name` act in `model.transformer`; only trained ones ever require a gradient. Random states stay.
 
     `reference` is the base model where the policies are LoRAs without one of that name.
     """
@@ -107,10 +115,11 @@ def use_policy(model: Family, name: str) -> None:
         else:
             model.transformer.disable_adapters()
         for key, parameter in model.transformer.named_parameters():
-            parameter.requires_grad_(".default." in key)  # peft makes the acting one trainable instead
+            # peft makes the acting one trainable instead
+            parameter.requires_grad_(any(f".{policy}." in key for policy in model.trained))
     else:
         model.transformer = model.policies[name]
-        model.transformer.requires_grad_(name == "default")
+        model.transformer.requires_grad_(name in model.trained)
 
 
 class Engine(Protocol):
@@ -143,6 +152,12 @@ def acting(model: Family, name: str, engine: Engine | None = None, in_engine: st
     if engine and name != in_engine:
         with together():
             engine.push(*policy_tensors(model, in_engine))
+
+
+def parameters_of(model: Family, name: str) -> list[torch.nn.Parameter]:
+    """The parameters of policy `name`, which is trained: for its optimizer."""
+    parameters = model.policies[name].named_parameters()
+    return [parameter for key, parameter in parameters if not model.is_lora or f".{name}." in key]
 
 
 def follow(model: Family, name: str, decay: float) -> None:

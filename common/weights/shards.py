@@ -16,7 +16,7 @@ from common.errors import NothingBegun, RunError, reason
 from common.files import checkpoint_step, load_checkpoint, saved_checkpoints, shards_of, sync, writing
 from common.models import Family
 from common.process import print_message
-from common.weights.policy import check_same_tensors, follow, local_tensors
+from common.weights.policy import Optimizers, check_same_tensors, follow, local_tensors
 
 import torch
 import torch.distributed as dist
@@ -31,10 +31,15 @@ AT_ONCE = 1 << 24  # bytes
 
 
 # ---- the tensors -----------------------------------------------------------------------------------------------------
-def own_tensors(model: Family, optimizer: torch.optim.Optimizer, with_moments: bool) -> dict[str, torch.Tensor]:
-    """{name: this rank's shard} of every policy that training changes and, with_moments, of Adam's moments.
+def kind_of(policy: str) -> str:
+    """How the names of the moments of a policy's optimizer begin."""
+    return "optimizer" if policy == "default" else f"optimizer of {policy}"
 
-    They share the memory of the model and the optimizer. An optimizer without moments gets them, zeros. A collective.
+
+def own_tensors(model: Family, optimizers: Optimizers) -> dict[str, torch.Tensor]:
+    """{name: this rank's shard} of every policy that training changes, and of the moments of these optimizers.
+
+    They share the memory of the model and the optimizers. An optimizer without moments gets them, zeros. A collective.
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, transformer in model.policies.items():
@@ -42,10 +47,10 @@ def own_tensors(model: Family, optimizer: torch.optim.Optimizer, with_moments: b
             transformer.reshard()  # a forward pass without a backward leaves the root's weights unsharded
         if name not in model.frozen_policies:
             tensors |= {f"policies/{name}/{key}": tensor for key, tensor in local_tensors(model, name).items()}
-    if with_moments:
-        state: Any = get_optimizer_state_dict(model.transformer, optimizer)["state"]  # {name: {moment: tensor}}
+    for name, optimizer in optimizers.items():
+        state: Any = get_optimizer_state_dict(model.policies[name], optimizer)["state"]  # {name: {moment: tensor}}
         for key, moments in state.items():
-            tensors |= {f"optimizer/{key}/{moment}": tensor for moment, tensor in moments.items()}
+            tensors |= {f"{kind_of(name)}/{key}/{moment}": tensor for moment, tensor in moments.items()}
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
@@ -60,7 +65,7 @@ def outline(tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tenso
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
-def save_shards(path: Path, model: Family, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def save_shards(path: Path, model: Family, optimizers: Optimizers) -> dict[str, Any]:
     """Write the tensors beside the checkpoint `path`, which does not exist yet. A collective.
 
     Returns what the checkpoint's own file has of them: {"policies": their outline, "optimizer": {"names": the tensors
@@ -69,7 +74,7 @@ def save_shards(path: Path, model: Family, optimizer: torch.optim.Optimizer) -> 
     Raises:
         RunError: the disk is full or fails in another way; nothing stays in the folder.
     """
-    tensors = own_tensors(model, optimizer, with_moments=bool(optimizer.state))
+    tensors = own_tensors(model, {name: optimizer for name, optimizer in optimizers.items() if optimizer.state})
     folder = shards_of(path)
     with writing(folder):
         if on_rank_0():
@@ -90,7 +95,7 @@ def save_shards(path: Path, model: Family, optimizer: torch.optim.Optimizer) -> 
                 raise
             fault = next(iter(error.failures.values()))[0]
             raise RunError(f"{folder} could not be written ({reason(fault)})") from error
-    names = [name for name in tensors if name.startswith("optimizer/")]
+    names = [name for name in tensors if not name.startswith("policies/")]
     shards = {name: known for of_rank in gather_objects(sums) for name, known in of_rank.items()}
     return {"policies": outline(tensors), "optimizer": {"names": names}, "shards": shards}
 
@@ -157,8 +162,8 @@ def find_fault(path: Path, shards: dict[str, list[int]]) -> str | None:
     return next((each for each in gather_objects(fault) if each), None)
 
 
-def load_shards(state: dict, model: Family, optimizer: torch.optim.Optimizer) -> None:
-    """Read the tensors of a checkpoint into the model and the optimizer, each rank its own. A collective.
+def load_shards(state: dict, model: Family, optimizers: Optimizers) -> None:
+    """Read the tensors of a checkpoint into the model and the optimizers, each rank its own. A collective.
 
     A policy that the saved run did not have begins as its trained policy.
 
@@ -170,16 +175,19 @@ def load_shards(state: dict, model: Family, optimizer: torch.optim.Optimizer) ->
         if name in saved:
             check_same_tensors(name, local_tensors(model, name), saved[name])
     moments = set(state["optimizer"]["names"])
-    tensors = own_tensors(model, optimizer, with_moments=bool(moments))
+    kinds = {moment.partition("/")[0] for moment in moments}
+    saved_optimizers = {name: optimizer for name, optimizer in optimizers.items() if kind_of(name) in kinds}
+    tensors = own_tensors(model, saved_optimizers)
     known = {}
     for name, tensor in tensors.items():
         kind, policy, _ = name.split("/", 2)
         if name in moments or (kind == "policies" and policy in saved):
             known[name] = tensor
     dcp.load(known, storage_reader=HuggingFaceStorageReader(str(shards_of(state["path"]))))
-    for name, parameter in model.transformer.named_parameters():
-        if not any(moment.startswith(f"optimizer/{name}/") for moment in moments):
-            optimizer.state.pop(parameter, None)  # a last block may feed nothing, and has no moments
+    for policy, optimizer in saved_optimizers.items():
+        for name, parameter in model.policies[policy].named_parameters():
+            if not any(moment.startswith(f"{kind_of(policy)}/{name}/") for moment in moments):
+                optimizer.state.pop(parameter, None)  # a last block may feed nothing, and has no moments
     for name in model.policies:
         if name not in saved and name not in model.frozen_policies:
             follow(model, name, 0.0)

@@ -505,3 +505,70 @@ def run_of_pairs(run: Run, pairs: list[tuple[str, Tensor, Tensor]]) -> Expected:
         metrics |= {"actor/loss": loss.item(), "actor/margin": sum(margins).item() / len(margins)}
         run.end_step(metrics, o.eval_guidance_scale)
     return run.expected
+
+
+# ---- a student, a teacher and a fake score ---------------------------------------------------------------------------
+def run_of_dmd2(
+    run: Run, teacher_guidance: float, fake_updates: int, fake_learning_rate: float, noise_range: tuple[float, float]
+) -> Expected:
+    """The fake score begins as the student does; the teacher is the base model."""
+    o = run.o
+    low, high = noise_range
+    schedule, sigmas = sigmas_of(1000), sigmas_of(o.num_inference_steps)
+    run.sampler = run.sampler_of(len(run.train_prompts), o.num_prompts, 1)
+    fake = tuple(tensor.requires_grad_() for tensor in run.copy())
+    adam = {"betas": o.adam_betas, "eps": o.adam_eps, "weight_decay": o.weight_decay}
+    fake_adam = torch.optim.AdamW(fake, lr=fake_learning_rate, **adam)
+
+    def end_step(metrics: Metrics) -> None:
+        run.end_step(metrics, o.eval_guidance_scale)
+        run.expected.policies[-1]["fake"] = tuple(tensor.detach().clone() for tensor in fake)
+
+    def generator_of(purpose: str, n: int) -> torch.Generator:
+        return torch.Generator().manual_seed(image_seed(o.seed, purpose, n))
+
+    def noise(purpose: str) -> tuple[Tensor, Tensor]:
+        levels, eps = [], []
+        for n in range(o.num_prompts):
+            generator = generator_of(purpose, n)
+            place = (1 - low - (high - low) * torch.rand((), generator=generator).item()) * 1000
+            below = schedule[int(place)]
+            levels.append(below + (place - int(place)) * (schedule[int(place) + 1] - below))
+            eps.append(torch.randn(1, 4, generator=generator).double())
+        return torch.tensor(levels, dtype=torch.float64), torch.cat(eps)
+
+    end_step({})
+    for number in range(1, o.num_steps + 1):
+        c = codes(run.draw())
+
+        def image(policy: Policy | None, x: Tensor, s: Tensor, scale: float, c: Tensor = c) -> Tensor:
+            return x - s[:, None] * velocity(o, policy, x, s, c, scale)
+
+        starts, levels = [], []
+        for n in range(o.num_prompts):
+            chosen = torch.randint(o.num_inference_steps, (1,), generator=generator_of(f"{number} step", n)).item()
+            first = noise_of(image_seed(o.seed, number, n))
+            starts.append(run.ode(run.copy(), first, c[n : n + 1], sigmas[: chosen + 1], o.guidance_scale))
+            levels.append(sigmas[chosen])
+        x, s = torch.cat(starts), torch.tensor(levels, dtype=torch.float64)
+        x0 = image(run.copy(), x, s, o.guidance_scale)
+        levels, eps = noise(f"{number} update")
+        x_s = (1 - levels[:, None]) * x0 + levels[:, None] * eps
+        real = image(None, x_s, levels, teacher_guidance)
+        seen = image(fake, x_s, levels, o.guidance_scale).detach()
+        direction = (seen - real) / (x0 - real).abs().mean(1, keepdim=True)
+        loss = (direction * image(run.trained, x, s, o.guidance_scale)).mean()  # of the gradient that is wanted
+        metrics = run.optimizer_step(loss, o.num_steps)
+        metrics["actor/loss"] = (direction**2).mean().item() / 2
+        updates = []
+        for k in range(fake_updates):
+            levels, eps = noise(f"{number} fake {k}")
+            x_s = (1 - levels[:, None]) * x0 + levels[:, None] * eps
+            loss = ((velocity(o, fake, x_s, levels, c, o.guidance_scale) - (eps - x0)) ** 2).mean()
+            fake_adam.zero_grad()
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(fake, o.max_grad_norm).item()
+            updates.append({"actor/fake_grad_norm": norm, "actor/fake_loss": loss.item()})
+            fake_adam.step()
+        end_step(metrics | mean_of(updates))
+    return run.expected

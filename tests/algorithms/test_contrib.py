@@ -65,6 +65,7 @@ PARENTS = {
     "contrib/dance_grpo.py": "flow_grpo.py",
     "contrib/dgpo.py": "diffusion_nft.py",
     "contrib/diffusion_opd.py": "flow_grpo.py",
+    "contrib/dmd2.py": "contrib/draft.py",
     "contrib/draft.py": "flow_grpo.py",
     "contrib/flow_dppo.py": "grpo_guard.py",
     "contrib/flow_grpo_ahead.py": "flow_grpo.py",
@@ -108,6 +109,21 @@ DIFFERENT = {
         "Batch",
         "accumulate_gradients",
         "update",
+        "main",
+    },
+    "contrib/dmd2.py": {
+        "workload",
+        "check",
+        "policy_names",
+        "prepare",
+        "load_policy",  # the optimizers take the parameters of their policies
+        "make_request",
+        "sample",
+        "rollout",
+        "accumulate_gradients",
+        "update",
+        "save",
+        "load",
         "main",
     },
     "contrib/draft.py": {
@@ -177,6 +193,15 @@ DIFFERENT_OPTIONS = {
         "updates_per_rollout",
         "learning_rate",
     },
+    "contrib/dmd2.py": {
+        "reward",
+        "num_prompts",
+        "num_inference_steps",
+        "guidance_scale",
+        "num_steps",
+        "micro_batch_size",
+        "learning_rate",
+    },
     "contrib/draft.py": {
         "num_prompts",
         "num_inference_steps",
@@ -212,8 +237,9 @@ def test_a_script_changes_its_parent_by_its_algorithm_alone(script):
 def test_no_option_is_unread_or_declared_again(script):
     assert unread_options(script) == []
     again = own_options(script).keys() & shared_options().keys()
-    if script in ("contrib/draft.py", "contrib/sft.py"):  # which needs a reward with a gradient, or may do without
-        again -= {"reward"}
+    # which needs a reward with a gradient, or may do without
+    if script in ("contrib/dmd2.py", "contrib/draft.py", "contrib/sft.py"):
+        again -= {"reward", "eval_num_inference_steps"}  # a student is evaluated in its own steps
     assert again - {"lr_schedule"} == {"name", "num_steps", "micro_batch_size"}  # one has its parent's cosine
 
 
@@ -1150,7 +1176,7 @@ ON_TWO_RANKS = [f"contrib/{name}.py" for name in ("crd", "dgpo", "diffusion_opd"
 
 
 @pytest.mark.parametrize(
-    "script", [script for script in SCRIPTS if script not in ("contrib/draft.py", "contrib/sft.py")]
+    "script", [script for script in SCRIPTS if script not in ("contrib/dmd2.py", "contrib/draft.py", "contrib/sft.py")]
 )
 def test_a_script_runs_and_on_two_ranks_as_on_one(tmp_path, script):
     """With the same images and the same first update, as the groups that a loss takes are whole on every rank. The

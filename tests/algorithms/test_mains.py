@@ -58,6 +58,7 @@ SHARED |= {"reward_failure": "mask", "image_size": "2 2", "keep_checkpoints": 3}
 PAIRS = [(TRAIN[n % 3], *torch.randn(2, 1, 4, generator=torch.Generator().manual_seed(n)).unbind()) for n in range(6)]
 Loop = Callable[[Run], Expected]
 ratios, noised = by_hand.run_of_ratios, by_hand.run_of_noised
+DMD2: dict[str, Any] = {"teacher_guidance": 3.0, "fake_updates": 2, "fake_learning_rate": 0.02}
 PARTED: dict[str, Any] = {"first_noise": "branch", "images_of_noise": 2}
 CASES: dict[str, tuple[dict[str, Any], Loop]] = {
     "flow_grpo.py": (RATIOS, lambda run: ratios(run, by_hand.flow_grpo_loss)),
@@ -83,6 +84,10 @@ CASES: dict[str, tuple[dict[str, Any], Loop]] = {
         NOISED | {"clip_range": 0.01, "dpo_beta": 20.0, "updates_per_rollout": 1, "micro_batch_size": 4},
         lambda run: noised(run, by_hand.dgpo_loss, 0.5, images_of_noise=4),
     ),
+    "contrib/dmd2.py": (
+        GUIDED | {"num_prompts": 8, "num_inference_steps": 4} | DMD2 | {"noise_range": "0.1 0.9"},
+        lambda run: by_hand.run_of_dmd2(run, **DMD2, noise_range=(0.1, 0.9)),
+    ),
     "contrib/flow_dppo.py": (
         without(RATIOS, "adv_clip_max") | {"dppo_delta": 1e-4},
         lambda run: ratios(run, by_hand.flow_dppo_loss),
@@ -100,7 +105,8 @@ CASES: dict[str, tuple[dict[str, Any], Loop]] = {
         lambda run: ratios(run, by_hand.tempflow_loss, **PARTED),
     ),
 }
-OFFLINE = ("dpo_offline.py", "contrib/sft.py")  # without a rollout and, in training, a reward
+OFFLINE = ("dpo_offline.py", "contrib/sft.py")  # without a rollout
+WITHOUT_REWARD = (*OFFLINE, "contrib/dmd2.py")  # in training, and without an engine
 # of contrib/, whose loops are not written by hand
 OTHERS: dict[str, dict[str, Any]] = {
     "contrib/crd.py": NOISED | {"updates_per_rollout": 1, "micro_batch_size": 4},  # of whole groups
@@ -116,6 +122,8 @@ def hand_options(script: str, **changes: Any) -> Options:
         changes["adv_clip_max"] = math.inf
     if script == "contrib/dgpo.py":
         changes["updates_per_rollout"] = 1
+    if script == "contrib/dmd2.py":
+        changes["num_prompts"] = 8  # an image each
     return Options(**changes)
 
 
@@ -129,8 +137,11 @@ def options_of(script: str, folder: Path, **changes: Any) -> list[str]:
     options |= (CASES[script][0] if script in CASES else OTHERS[script]) | changes
     if script in OFFLINE:
         pairs, records = write_pairs(folder)
-        given = {"records": records} if script == "contrib/sft.py" else {"pairs": pairs}
-        options |= given | {"cache": folder / "cache"}
+        if script == "contrib/sft.py":
+            options = without(options, "train_prompts") | {"records": records}
+        else:
+            options |= {"pairs": pairs}
+        options |= {"cache": folder / "cache"}
     return [word for name, value in options.items() for word in (f"--{name}", *str(value).split())]
 
 
@@ -238,7 +249,7 @@ def test_a_run_is_that_by_hand(script, tmp_path, expected):
     assert not (tmp_path / "runs" / "only" / "best_adapter").exists()
 
 
-@pytest.mark.parametrize("script", [script for script in CASES if script not in OFFLINE])
+@pytest.mark.parametrize("script", [script for script in CASES if script not in WITHOUT_REWARD])
 def test_with_nothing_to_learn_no_weight_moves(script, tmp_path, start):
     """Not by AdamW's decay either: a gradient of 0 is no optimizer step."""
     options = options_of(script, tmp_path, name="run", num_steps=1, reward=constant_reward(tmp_path))
@@ -304,7 +315,7 @@ class EngineByHand:
         self.is_open = False
 
 
-@pytest.mark.parametrize("script", [script for script in CASES if script not in OFFLINE])
+@pytest.mark.parametrize("script", [script for script in CASES if script not in WITHOUT_REWARD])
 def test_a_run_with_an_engine_is_that_by_hand(script, tmp_path, monkeypatch, start):
     """Its samples are weighted by --rollout_correction, where a script has that."""
     monkeypatch.setattr(client, "VLLMEngine", EngineByHand)

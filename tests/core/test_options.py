@@ -207,7 +207,7 @@ def test_advantages_are_neither_scaled_nor_beyond_the_clamp_and_checkpoints_are_
 
 
 def test_profile_steps_writes_a_trace_of_two_passes_of_that_step_alone(run):
-    assert [path.name for path in run.glob("trace_*")] == ["trace_0002.json"]
+    assert sorted(path.name for path in run.glob("trace_*")) == ["trace_0002.json", "trace_0002_rollout.json"]
     events = json.loads((run / "trace_0002.json").read_text())["traceEvents"]
     names = [event.get("name", "") for event in events if event.get("ph") == "X"]
     assert "aten::mm" in names
@@ -275,7 +275,7 @@ NO_TRAINING = ["--eval_only", "True", "--max_prompts", 2, "--train_prompts", "no
     "script",
     [
         *("flow_grpo.py", "diffusion_nft.py", "dpo_offline.py"),
-        *("contrib/crd.py", "contrib/dgpo.py", "contrib/diffusion_opd.py", "contrib/draft.py"),
+        *("contrib/crd.py", "contrib/dgpo.py", "contrib/diffusion_opd.py", "contrib/dmd2.py", "contrib/draft.py"),
         *("contrib/online_dpo.py", "contrib/ram.py", "contrib/sft.py", "contrib/v_grpo.py"),
     ],
 )
@@ -286,14 +286,16 @@ def test_an_evaluation_alone_needs_no_training_prompts_and_cuts_no_mini_batches(
     """
     add_policies, policies = start.add_policies, []
 
-    def added(model, lora, names, seed):
+    def added(model, lora, names, *others):
         policies.extend(names)
-        add_policies(model, lora, names, seed)
+        add_policies(model, lora, names, *others)
 
     monkeypatch.setattr(start, "add_policies", added)
-    local = [] if script in ("dpo_offline.py", "contrib/draft.py", "contrib/sft.py") else ["--rollout", "local"]
+    without_engine = ("dpo_offline.py", "contrib/dmd2.py", "contrib/draft.py", "contrib/sft.py")
+    local = [] if script in without_engine else ["--rollout", "local"]
     own = {
         "dpo_offline.py": ["--pairs", "nowhere.jsonl"],
+        "contrib/dmd2.py": ["--reward", "ocr"],
         "contrib/draft.py": ["--reward", "ocr"],
         "contrib/sft.py": ["--reward", "ocr", "--records", "nowhere.jsonl"],
         "contrib/diffusion_opd.py": ["--teachers", "a=nowhere"],

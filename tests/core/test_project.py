@@ -56,3 +56,15 @@ def test_the_container_has_the_versions_of_the_requirements_and_of_ci() -> None:
     assert named and all(package in known for package in named)
     cuda = re.search(r"cuda>=(\d+)\.", text)
     assert cuda and f"CUDA {cuda[1]} " in (ROOT / "requirements-cuda.txt").read_text()
+
+
+def test_the_lock_has_the_versions_of_the_requirements() -> None:
+    """And nothing but names, versions and hashes: no address of an index."""
+    lines = [line for line in (ROOT / "requirements.lock").read_text().splitlines() if not line.startswith("#")]
+    found = [re.fullmatch(r"([\w.-]+)==([\w.+!]+) --hash=sha256:[0-9a-f]{64}", line) for line in lines]
+    assert all(found)
+    versions = {match[1].lower(): match[2].partition("+")[0] for match in found if match}
+    for file in ("requirements.txt", "requirements-core.txt", "requirements-dev.txt"):
+        for line in pinned(file):
+            name, _, version = line.partition("==")
+            assert versions[name.strip().lower()] == version.strip(), line

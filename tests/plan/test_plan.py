@@ -547,6 +547,12 @@ CHANGED = [
     ("contrib/crd.py", {"kl_coef": 0.0}, {"policies": ("default", "old", "sampling"), "acting_passes": 1}),
     ("contrib/online_dpo.py", {"num_prompts": 8}, {"num_images": 8 * 8, "num_trained_images": 16}),
     ("contrib/diffusion_opd.py", {"teachers": ("a=x", "b=y")}, {"frozen_adapters": 2, "acting_passes": 2}),
+    (
+        "contrib/dmd2.py",
+        {"fake_updates": 3, "ema_decay": 0.9},
+        {"trained_steps": 4, "sampled_steps": 2, "policies": ("default", "ema", "fake", "reference")}
+        | {"trained_policies": 2},
+    ),
     ("contrib/draft.py", {"gradient_steps": 2}, {"sampled_steps": 1, "trained_steps": 2, "chained_steps": 2}),
     ("contrib/draft.py", {"method": "refl", "refl_range": (0, 2)}, {"sampled_steps": 1, "policies": ("default",)}),
     (

@@ -243,6 +243,7 @@ def test_an_engine_that_dies_while_it_samples_loses_no_step_before(tmp_path):
     (tmp_path / "killing.py").write_text(KILLING)
     given = [*SMALL, "--rollout_batch_size", 1, "--num_steps", 3, "--eval_every", 3, "--max_prompts", 2]
     given += ["--updates_per_rollout", 1, "--micro_batch_size", 8, "--reward", "killing.py:killing"]
+    given += ["--num_inference_steps", 3, "--eval_num_inference_steps", 3]
     torchrun(tmp_path, "flow_grpo.py", *given, "--name", "whole", nproc=2)
     (tmp_path / "calls_1").unlink()
     (tmp_path / "kill").touch()
