@@ -65,7 +65,7 @@ def ways(family, script, folder):
     """Those that there are to run a script with a family."""
     if (family, script) in REFUSED:
         return []
-    has_engine = script != "dpo_offline.py" and family_class(folder / "model").has_engine_pipeline()
+    has_engine = script != "dpo_offline.py" and family_class(folder / "model").has_engine_pipeline(folder / "model")
     if not has_engine:
         return WAYS[:2]
     has_pictures = family_class(folder / "model").num_sources[0]

@@ -167,7 +167,8 @@ class SharedArgs:
     one"""
     lora_target_modules: tuple[str, ...] = ()
     """modules that get a LoRA, by the end of their names; if none are given, the attention projections. all-linear
-    means every linear layer. not:NAME leaves out those that end so, as in `to_q to_k not:blocks.0.attn.to_k`"""
+    means every linear layer. not:NAME leaves out those that end so, or are in it, as in
+    `to_q to_k not:blocks.0.attn.to_k`"""
 
     # ---- data
     train_prompts: tuple[CodeOrName, ...] = (str(ASSETS / "train_prompts.txt"),)
@@ -185,6 +186,9 @@ class SharedArgs:
     val/FILE/REWARD/mean. ocr=FILE asks for this reward alone"""
     negative_prompt: str = ""
     """the text that guidance moves images away from; a prompt's record may have a "negative_prompt" of its own"""
+    guidance_scale_2: Annotated[float, Bound(at_least=1)] | None = None
+    """guidance at low noise, in a model of two transformers (Wan 2.2 A14B), wherever there is guidance; None: the same
+    as at high noise"""
 
     # ---- reward
     reward: tuple[CodeOrName, ...] = ("ocr",)

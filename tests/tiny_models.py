@@ -472,6 +472,24 @@ def wan(latent_channels=4, flow_shift=3.0, expand_timesteps=False, **vae_options
     )
 
 
+def wan_a14b():
+    """Wan 2.2 A14B: a transformer for high noise and one for low noise."""
+    parts = parts_of(wan())
+    torch.manual_seed(1)
+    other = WanTransformer3DModel.from_config(parts["transformer"].config)
+    return WanPipeline(**parts, transformer_2=other, boundary_ratio=0.875)
+
+
+def wan_i2v_a14b():
+    """Wan 2.2 I2V-A14B, which has no image encoder."""
+    parts = parts_of(wan())
+    config = {name: value for name, value in parts["transformer"].config.items() if not name.startswith("_")}
+    config |= {"in_channels": 12}
+    for name in ("transformer", "transformer_2"):
+        parts[name] = WanTransformer3DModel(**config)
+    return WanImageToVideoPipeline(boundary_ratio=0.9, **parts)
+
+
 def wan_ti2v():
     """Wan 2.2 TI2V-5B: its VAE takes 2 x 2 pixels as one with 12 channels, its pipeline a timestep per token."""
     of_vae = {"is_residual": True, "patch_size": 2, "scale_factor_spatial": 16, "decoder_base_dim": 8}
@@ -545,12 +563,13 @@ FAMILIES = {
     "wan_image_to_video": wan_image_to_video,
     "wan_ti2v_image": wan_ti2v_image,
 }
+OF_TWO_TRANSFORMERS = {"wan_a14b": wan_a14b, "wan_i2v_a14b": wan_i2v_a14b}
 
 
 def make_checkpoint(family, folder, **options):
     """Write the tiny checkpoint of a family to `folder`, with the same bytes every time. Returns the folder."""
     torch.manual_seed(0)
-    pipe = FAMILIES[family](**options)
+    pipe = (FAMILIES | OF_TWO_TRANSFORMERS)[family](**options)
     for parameter in pipe.transformer.parameters():
         if parameter.dim() == 1:  # biases and norms start at 0 and 1, which would hide a mix-up
             parameter.data.add_(0.1 * torch.randn_like(parameter))

@@ -184,6 +184,8 @@ def make_bench(
         sampler = f"{options['sde_type']}, noise {options['noise_level']}, steps {options['sde_steps']}"
     protocol: Protocol = {"prompts": digest_prompts(prompts), "sampler": sampler}
     protocol |= {name: options[name] for name in OF_SAMPLING}
+    if options.get("guidance_scale_2") is not None:
+        protocol["guidance_scale_2"] = options["guidance_scale_2"]
     protocol |= {"images_per_prompt": args.images_per_prompt, "seeds": args.seeds, "batch_size": args.batch_size}
     protocol |= rest
     protocol["rewards"] = [name for name in rest["rewards"] if prompts.asking(name)]

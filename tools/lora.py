@@ -18,9 +18,9 @@ from pathlib import Path
 from common.cpu import repair_torchvision
 from common.errors import RunError, error_prefix
 from common.files import atomic_file, writing
-from common.models import family_class
+from common.models import family_class, has_two_transformers
 from common.models.loading import load_pipeline
-from common.weights.adapter_files import TEXT_ENCODERS, check_kind, is_alpha, read_file, translate
+from common.weights.adapter_files import TEXT_ENCODERS, check_kind, find_file, is_alpha, read_file, translate
 from common.weights.lora import linear_shapes
 
 import torch
@@ -109,7 +109,7 @@ def read_matrices(path: str | Path, model: str) -> dict[str, Matrices]:
         ValueError: what is wrong with it; the caller names the file.
     """
     with error_prefix("not a LoRA that can be read", Exception):  # whatever a library raises over its bytes
-        tensors, settings = read_file(Path(path))
+        tensors, settings = read_file(find_file(Path(path)))
         alpha_pattern = dict(settings.get("alpha_pattern") or {})
     check_kind(settings)
     encoders = [key for key in tensors if TEXT_ENCODERS.match(key)]
@@ -254,6 +254,8 @@ def main(argv: list[str] | None = None) -> None:
             family = family_class(args.model).__name__
         family = family.removesuffix("Kontext").removesuffix("EditPlus")  # with the transformers of FLUX.1, Qwen-Image
         with error_prefix(f"--model {args.model}", (OSError, KeyError)):
+            if has_two_transformers(args.model):
+                raise ValueError("has two transformers, each with a LoRA in a file of its own, which stay as they are")
             shapes = linear_shapes(args.model)
         with error_prefix(args.file):
             matrices = read_matrices(args.file, args.model)

@@ -124,8 +124,8 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
     family = find_family(
         args.model, height, width, args.num_frames, w.guidance_scale, length, args.family, needs_weights=False
     )
-    if w.has_engine and not family.has_engine_pipeline():
-        raise ValueError(f"--rollout vllm: {family.__name__} has no engine: pass --rollout local")
+    if w.has_engine and not family.has_engine_pipeline(args.model):
+        raise ValueError(f"--rollout vllm: {family.__name__} has no engine for this model: pass --rollout local")
     lora = make_lora(
         family,
         model=args.model,

@@ -164,6 +164,7 @@ def load(family: type[Family], options: dict[str, Any], device: torch.device | s
         quantise_encoders(model)
         quantise(model, options["base_weights"])
     model.transformer.to(device)
+    model.guidance_scale_2 = options.get("guidance_scale_2")
     return model
 
 

@@ -35,7 +35,7 @@ from common.run.plots import save_grid
 from common.run.record import digest
 from common.run.recorded_options import from_root
 from common.run.resuming import newest_record, step_of_best
-from common.weights.adapter_files import DIFFUSERS_FILE
+from common.weights.lora import LORA_FILES
 from tools.bench import as_markdown
 from tools.compare import mean_interval
 from tools.protocol import digest_tensors
@@ -66,15 +66,17 @@ class Policy(NamedTuple):
     is_lora: bool
 
     @property
-    def file(self) -> Path:
-        return self.folder / (DIFFUSERS_FILE if self.is_lora else FULL_WEIGHTS)
+    def files(self) -> list[Path]:
+        """One, or of a LoRA of two transformers up to two; none where there are no weights."""
+        names = LORA_FILES.values() if self.is_lora else [FULL_WEIGHTS]
+        return [self.folder / name for name in names if (self.folder / name).is_file()]
 
 
 def find_policy(run: Path, is_best: bool) -> Policy:
     """A run's adapter/ or best_adapter/. ValueError: it has none, or it is of step 0 or of a step that is not known."""
     folder = run / ("best_adapter" if is_best else "adapter")
-    policy = Policy(folder, 0, is_lora=(folder / DIFFUSERS_FILE).is_file())
-    if not policy.file.is_file():
+    policy = Policy(folder, 0, is_lora=any((folder / name).is_file() for name in LORA_FILES.values()))
+    if not policy.files:
         raise ValueError(f"{folder}: has no weights; a run writes them with its checkpoints")
     step = step_of_best(run) if is_best else last_saved_step(run, policy.is_lora)
     if not 0 < step < math.inf:
@@ -223,7 +225,11 @@ def usage_of(policy: Policy, base: Base, options: dict[str, Any], prompt: str, n
         lines.append(f"pipeline_qwenimage_edit_plus.VAE_IMAGE_SIZE = {height} * {width}")
     if policy.is_lora:
         lines.append(f'pipe = {pipeline}.from_pretrained("{base.name}", dtype={dtype})')
-        lines.append(f'pipe.load_lora_weights("{source}")')
+        first, second = LORA_FILES.values()
+        for name in [file.name for file in policy.files]:
+            where = {first: "", second: ", load_into_transformer_2=True"}[name]
+            weight = "" if policy.files[-1].name == first else f', weight_name="{name}"'
+            lines.append(f'pipe.load_lora_weights("{source}"{weight}{where})')
     else:
         loaded = f'{config["_class_name"]}.from_pretrained("{source}", subfolder="transformer", dtype={dtype})'
         lines.append(f"transformer = {loaded}")
@@ -268,6 +274,8 @@ def call_arguments(
         arguments |= {"negative_prompt": options["negative_prompt"]} if scale > 1 else {}
     else:
         arguments["guidance_scale"] = scale - 1 if pipeline in COUNT_FROM_0 else scale
+        if options.get("guidance_scale_2") is not None:
+            arguments["guidance_scale_2"] = options["guidance_scale_2"] if scale > 1 else scale
         if options["negative_prompt"] and "negative_prompt" in takes:
             arguments["negative_prompt"] = options["negative_prompt"]
     if "max_sequence_length" in takes:
@@ -327,7 +335,7 @@ def bench_tables(folder: Path, policy: Policy) -> list[str]:
             base, *others = bench["results"]
             found = [result["policy"] for result in others if result["key"].rpartition("-")[2] == wanted]
             if not found:
-                raise ValueError(f"has no result of {policy.file}: its policies are of other weights")
+                raise ValueError(f"has no result of {policy.files[0]}: its policies are of other weights")
             shown = [base["policy"], found[0]]
             rows = [row for row in bench["table"] if row["policy"] in shown]
             settings = {name: public_path(value) for name, value in bench["protocol"]["reward_settings"].items()}
@@ -434,7 +442,7 @@ def files_section(record: dict, policy: Policy) -> list[str]:
         if name.startswith("code/"):  # its path may begin at the root of a disk
             shown = f"code {Path(name).name}"
         rows.append(f"| `{shown}` | {content} |")
-    rows.append(f"| `{policy.file.name}` | {digest([policy.file])} |")
+    rows += [f"| `{file.name}` | {digest([file])} |" for file in policy.files]
     note = "The digest of what is above 64 MiB is that of 64 pieces of it."
     return ["| read or written | size and digest |", "|---|---|", *rows, "", note]
 
@@ -465,7 +473,8 @@ def algorithm_of(run: Path, script: str) -> str:
 def write_weights(folder: Path, policy: Policy) -> None:
     """Copy the weights to where diffusers looks for them."""
     if policy.is_lora:
-        shutil.copyfile(policy.file, folder / DIFFUSERS_FILE)
+        for file in policy.files:
+            shutil.copyfile(file, folder / file.name)
         return
     (folder / "transformer").mkdir()
     for name in (FULL_WEIGHTS, "config.json"):

@@ -44,8 +44,9 @@ def check_engine(
     """
     parse_correction(rollout_correction)
     check_devices(engine_devices)
-    if not family.has_engine_pipeline():
-        raise ValueError(f"--rollout vllm: {family.__name__} has no hooks into vLLM-Omni's steps: pass --rollout local")
+    if not family.has_engine_pipeline(model):
+        told = f"{family.__name__} has no hooks into vLLM-Omni's steps for this model"
+        raise ValueError(f"--rollout vllm: {told}: pass --rollout local")
     if importlib.util.find_spec("vllm_omni") is None:
         raise ValueError(
             "--rollout vllm needs vLLM-Omni, which is not installed: pip install -r requirements.txt "

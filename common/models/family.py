@@ -78,6 +78,9 @@ class Family(ABC):
     trained: frozenset[str]  # the policies that take a gradient where they act: `default`, and a script's others
     policies: "dict[str, diffusers.ModelMixin]"  # the transformer of each policy; with a LoRA, one for all policies
 
+    # --guidance_scale_2, of a model of two transformers; the scripts' `load_policies` sets it
+    guidance_scale_2: float | None = None
+
     def __init__(self, pipe: "diffusers.DiffusionPipeline") -> None:
         self.pipe = pipe
         self.transformer = pipe.transformer
@@ -221,9 +224,15 @@ class Family(ABC):
             both[name] = torch.cat([tensor, other.expand_as(tensor)])
         velocities = self.forward(torch.cat([latents, latents]), timestep.repeat(2), both)
         velocity, negative_velocity = velocities.chunk(2)
-        return self.guide(velocity, negative_velocity, guidance_scale)
+        return self.guide(velocity, negative_velocity, self.guidance_at(timestep, guidance_scale))
 
-    def guide(self, velocity: torch.Tensor, negative_velocity: torch.Tensor, guidance_scale: float) -> torch.Tensor:
+    def guidance_at(self, timestep: torch.Tensor, guidance_scale: float) -> float | torch.Tensor:
+        """The scale at timesteps (B,), which is one, or broadcasts with velocities (B, ...) where they differ."""
+        return guidance_scale
+
+    def guide(
+        self, velocity: torch.Tensor, negative_velocity: torch.Tensor, guidance_scale: float | torch.Tensor
+    ) -> torch.Tensor:
         """The guided velocity v_neg + g (v_pos - v_neg), (B, ...), at scale g above 1.
 
         A pipeline that counts guidance from 0 has v_pos + s (v_pos - v_neg), which is the same for s = g - 1.
@@ -297,8 +306,8 @@ class Family(ABC):
         raise NotImplementedError
 
     @classmethod
-    def has_engine_pipeline(cls) -> bool:
-        """Whether the family defines `engine_pipeline`. Unlike that method it does not import vLLM-Omni."""
+    def has_engine_pipeline(cls, model: str | Path) -> bool:
+        """Whether `engine_pipeline` is defined, and serves this model. Unlike that method it imports no vLLM-Omni."""
         return cls.engine_pipeline is not Family.engine_pipeline
 
 

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from common.errors import RunError, error_prefix, reason
 from common.models.family import ENCODERS, Family
 from common.models.vae import to_bfloat16
+from common.optional import optional_part
 from common.process import print_message, print_once
 from common.user_code import load_function
 
@@ -391,12 +392,34 @@ def pipeline_without_weights(model: str | Path) -> "diffusers.DiffusionPipeline"
         if parameter.default is parameter.empty or not is_component:
             parts[name] = None if is_component else value
     with torch.device("meta"):
-        for name in ("transformer", "vae"):
-            part_class = getattr(diffusers, index[name][1])
-            parts[name] = part_class.from_config(part_class.load_config(model, subfolder=name))
-            parts[name].requires_grad_(False).eval()
+        for name in ("transformer", "transformer_2", "vae"):
+            if name != "transformer_2" or is_of_two(index):
+                part_class = getattr(diffusers, index[name][1])
+                parts[name] = part_class.from_config(part_class.load_config(model, subfolder=name))
+                parts[name].requires_grad_(False).eval()
     parts["scheduler"] = getattr(diffusers, index["scheduler"][1]).from_pretrained(model, subfolder="scheduler")
-    return pipeline_class(**parts)
+    return with_one_transformer(pipeline_class(**parts))
+
+
+def is_of_two(index: Mapping[str, Any]) -> bool:
+    """Whether a model_index.json names two transformers, one for high and one for low noise."""
+    return bool((index.get("transformer_2") or [None])[0])  # [library, class], or [null, null]
+
+
+def has_two_transformers(model: str | Path) -> bool:
+    """Whether the pipeline of a folder or hub id has two transformers, by its model_index.json."""
+    from diffusers import DiffusionPipeline  # slow
+
+    return is_of_two(DiffusionPipeline.load_config(model))
+
+
+def with_one_transformer(pipe: "diffusers.DiffusionPipeline") -> "diffusers.DiffusionPipeline":
+    """The pipeline with a module of its two transformers, if it has two, as its one `transformer`."""
+    if getattr(pipe, "transformer_2", None) is not None:
+        boundary = pipe.config.boundary_ratio * pipe.scheduler.config.num_train_timesteps
+        experts = optional_part("models.experts", "--model, which has two transformers,")
+        pipe.transformer, pipe.transformer_2 = experts.Experts(pipe.transformer, pipe.transformer_2, boundary), None
+    return pipe
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------
@@ -439,20 +462,23 @@ def load_model(
 
 def check_transformer(folder: Path) -> None:
     """ValueError: the files of a transformer lack a weight that its config has: diffusers would draw it at random."""
-    part = folder / "transformer"
-    names = find_weights(file.name for file in part.iterdir()).files.values()
-    held: set[str] = set()
-    for name in names:
-        if not name.endswith((".safetensors", ".json")):
-            return  # a pickle has no header to read
-        if name.endswith(".safetensors"):
-            with safe_open(part / name, framework="pt") as opened:
-                held |= set(opened.keys())
-    wanted = [name for name, _ in pipeline_without_weights(folder).transformer.named_parameters()]
-    lacking = [name for name in wanted if name not in held]
-    if lacking:
-        count = f"{len(lacking)} of its {len(wanted)} weights"
-        raise ValueError(f"transformer: its files lack {count}, such as {lacking[0]}")
+    transformer = pipeline_without_weights(folder).transformer
+    parts = {"transformer": transformer}
+    if has_two_transformers(folder):
+        parts = dict(transformer.named_children())
+    for part, module in parts.items():
+        names = find_weights(file.name for file in (folder / part).iterdir()).files.values()
+        held: set[str] = set()
+        for name in names:
+            if name.endswith(".safetensors"):
+                with safe_open(folder / part / name, framework="pt") as opened:
+                    held |= set(opened.keys())
+        wanted = [name for name, _ in module.named_parameters()]
+        lacking = [name for name in wanted if name not in held]
+        is_readable = all(name.endswith((".safetensors", ".json")) for name in names)  # a pickle has no header
+        if lacking and is_readable:
+            count = f"{len(lacking)} of its {len(wanted)} weights"
+            raise ValueError(f"{part}: its files lack {count}, such as {lacking[0]}")
 
 
 def load_pipeline(model: str | Path, dtype: torch.dtype) -> "diffusers.DiffusionPipeline":
@@ -475,4 +501,4 @@ def load_pipeline(model: str | Path, dtype: torch.dtype) -> "diffusers.Diffusion
     pipe.register_to_config(_name_or_path=str(folder))  # not that of the links, as it is saved with full weights
     for name in ("transformer", "vae"):
         pipe.components[name].register_to_config(_name_or_path=str(folder / name))
-    return pipe
+    return with_one_transformer(pipe)

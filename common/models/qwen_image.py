@@ -72,7 +72,9 @@ class QwenImage(Family):
         velocity = velocity[:, : (h // 2) * (w // 2)]  # a family that edits has tokens of pictures behind them
         return self.unpack(velocity.float(), h, w)
 
-    def guide(self, velocity: torch.Tensor, negative_velocity: torch.Tensor, guidance_scale: float) -> torch.Tensor:
+    def guide(
+        self, velocity: torch.Tensor, negative_velocity: torch.Tensor, guidance_scale: float | torch.Tensor
+    ) -> torch.Tensor:
         """The guided velocity, each token of which is then rescaled to the norm of its v_pos."""
         batch, channels, h, w = velocity.shape
         guided = super().guide(velocity, negative_velocity, guidance_scale)

@@ -1,8 +1,9 @@
-"""Wan 2.1 and Wan 2.2 TI2V-5B, text to video (diffusers `WanPipeline`): guided by a second pass."""
+"""Wan 2.1 and Wan 2.2, text to video (diffusers `WanPipeline`): guided by a second pass."""
 
 from pathlib import Path
 
 from common.models.family import Conditioning, Config, Family, Schedule, Shapes
+from common.models.loading import has_two_transformers
 from common.models.parts import ATTENTION, check_multiples, latent_statistics, sigma_schedule
 from common.models.vae import decode_in_slices
 
@@ -18,13 +19,19 @@ class Wan(Family):
 
     @staticmethod
     def check(model: str | Path, height: int, width: int, num_frames: int, guidance_scale: float = 1.0) -> None:
-        """Refuse models of two transformers, sides that are no multiple of a token's, and leftover frames."""
-        pipeline = WanPipeline.load_config(model)
-        second_transformer = pipeline.get("transformer_2", [None])[0]  # [library, class]
-        if second_transformer or pipeline.get("boundary_ratio") is not None:
-            raise ValueError(f"--model {model}: has two transformers, like A14B; Wan 2.1 and TI2V-5B are supported")
+        """Refuse sides that are no multiple of a token's, leftover frames, and two transformers that do not fit."""
         vae = AutoencoderKLWan.load_config(model, subfolder="vae")
         transformer = WanTransformer3DModel.load_config(model, subfolder="transformer")
+        is_of_two = has_two_transformers(model)
+        boundary = WanPipeline.load_config(model).get("boundary_ratio")
+        if is_of_two != (boundary is not None):
+            told = "two transformers, like A14B, need a boundary_ratio between them, and one takes none"
+            raise ValueError(f"--model {model}: model_index.json: {told}")
+        if is_of_two:
+            other = WanTransformer3DModel.load_config(model, subfolder="transformer_2")
+            differing = [name for name in transformer if name[0] != "_" and other.get(name) != transformer[name]]
+            if differing:
+                raise ValueError(f"--model {model}: its two transformers differ in {differing[0]}")
         unit = vae.get("scale_factor_spatial", 8) * transformer["patch_size"][1]  # pixels of a token's side
         check_multiples(height, width, unit)
         # frames per frame of latents; Wan 2.1's config does not name its factors
@@ -71,6 +78,17 @@ class Wan(Family):
         scale = self.pipe.vae_scale_factor_spatial**2 * self.pipe.vae_scale_factor_temporal
         mean, std = latent_statistics(vae)  # (C, 1, 1, 1) each
         return decode_in_slices(vae, latents.to(vae.device) * std + mean, scale)
+
+    def guidance_at(self, timestep: torch.Tensor, guidance_scale: float) -> float | torch.Tensor:
+        """--guidance_scale_2 below the boundary of a model of two transformers: (B, 1, 1, 1, 1)."""
+        if self.guidance_scale_2 is None:
+            return guidance_scale
+        is_high = timestep >= self.transformer.boundary
+        return torch.where(is_high, guidance_scale, self.guidance_scale_2).view(-1, 1, 1, 1, 1)
+
+    @classmethod
+    def has_engine_pipeline(cls, model: str | Path) -> bool:
+        return not has_two_transformers(model)  # vLLM-Omni has them, and our hooks do not
 
     @staticmethod
     def engine_pipeline(mixin: type) -> type:

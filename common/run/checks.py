@@ -11,7 +11,7 @@ from typing import Any
 from common.data import PromptSet
 from common.errors import error_prefix, truncate
 from common.files import digest_records, load_checkpoint
-from common.models import check_schedules, pipeline_without_weights
+from common.models import check_schedules, has_two_transformers, pipeline_without_weights
 from common.optional import optional_part, require_part
 from common.options import EngineArgs, SharedArgs, parse_lr_schedule
 from common.process import print_message
@@ -60,7 +60,14 @@ def check_inputs(
     check_edits(inputs)
     if guidance_scale is None and args.eval_guidance_scale not in (None, 1):
         raise ValueError(f"--eval_guidance_scale {args.eval_guidance_scale:g}: this script has no guidance")
-    check_negative_prompts(args, inputs, max(guidance_scale or 1.0, args.eval_guidance_scale or 1.0, kl_guidance_scale))
+    largest = max(guidance_scale or 1.0, args.eval_guidance_scale or 1.0, kl_guidance_scale)
+    check_negative_prompts(args, inputs, largest)
+    if args.guidance_scale_2 is not None:
+        given = f"--guidance_scale_2 {args.guidance_scale_2:g}"
+        if not has_two_transformers(args.model):
+            raise ValueError(f"{given}: {args.model} has one transformer")
+        if largest <= 1:
+            raise ValueError(f"{given}: needs guidance, a --guidance_scale above 1 in a script that has it")
     if not args.eval_only:
         trained = inputs.train_set if inputs.pairs is None else prompts_of_pairs(inputs, given)
         report_shared_prompts("--train_prompts" if inputs.pairs is None else given, trained, inputs.eval_set)

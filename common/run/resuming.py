@@ -28,7 +28,7 @@ EXPECTED_TO_DIFFER = (
 OF_THE_SCORE = (
     *("reward", "reward_weights", "eval_prompts", "max_prompts", "eval_images_per_prompt", "model", "dtype"),
     *("vae_dtype", "image_size", "num_frames", "max_sequence_length", "eval_num_inference_steps", "guidance_scale"),
-    *("negative_prompt", "eval_guidance_scale", "base_weights", "best_by", "reward_frames"),
+    *("guidance_scale_2", "negative_prompt", "eval_guidance_scale", "base_weights", "best_by", "reward_frames"),
 )
 
 

@@ -19,6 +19,7 @@ import torch
 SAMPLED_BY = (
     "eval_num_inference_steps",
     "negative_prompt",
+    "guidance_scale_2",
     "max_sequence_length",
     "dtype",
     "vae_dtype",

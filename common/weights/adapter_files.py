@@ -10,10 +10,12 @@ text encoders, and those of a base whose weights PiSSA or another initialisation
 import json
 import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import error_prefix, reason, truncate
+from common.models import has_two_transformers
 from common.process import print_once
 
 import torch
@@ -21,7 +23,7 @@ from safetensors import safe_open
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-from common.weights.lora import linear_shapes
+from common.weights.lora import LORA_FILES, linear_shapes
 
 PEFT_FILE = "adapter_model.safetensors"
 PEFT_SETTINGS = "adapter_config.json"
@@ -61,6 +63,8 @@ def read_lora(path: str | Path, model: str | Path | None = None) -> "tuple[dict[
     model: the folder or hub id that it is for; names of other tools are translated to those of its transformer, and
     every module must be there. None: they are diffusers' already.
 
+    A model of two transformers has a file for each, LORA_FILES, of which one may be missing.
+
     Rank and modules are the tensors' own. Alpha comes from the file's `.alpha` tensors; without those, from its
     settings; without settings, it is the rank. Settings that matter in training only (dropout, an initialisation that
     leaves the base weights alone) are dropped.
@@ -70,26 +74,62 @@ def read_lora(path: str | Path, model: str | Path | None = None) -> "tuple[dict[
     """
     from peft import LoraConfig  # slow
 
+    weights: dict[str, torch.Tensor] = {}
+    of_parts = set()
     with error_prefix(f"--lora_path {path}"):
         with error_prefix("not a LoRA that can be read", Exception):
-            tensors, settings = read_file(Path(path))
-        check_kind(settings)
-        weights, alphas = translate(tensors, None if model is None else str(model))
-        modules, rank = modules_and_rank(weights, settings)
-        some_lack_alpha = alphas and sorted(alphas) != modules
-        if len(set(alphas.values())) > 1 or some_lack_alpha or settings.get("alpha_pattern"):
-            raise ValueError(f"its alphas differ between modules: {CONVERT} gives it one")
-        if settings.get("use_rslora"):
-            raise ValueError("use_rslora, which divides alpha by the root of the rank, is not supported")
-        alpha = alphas.get(modules[0], settings.get("lora_alpha", rank))
-        if not is_alpha(alpha):
-            raise ValueError(f"its lora_alpha, {alpha}, is not one number above 0")
+            files = find_files(Path(path))
+        is_of_two = model is not None and has_two_transformers(model)
+        if is_of_two and "" in files:  # the first transformer's alone
+            files = {"transformer.": files[""]}
+        if model is not None and not is_of_two and "" not in files:
+            raise ValueError(f"{files['transformer_2.'].name} is for a second transformer, and {model} has one")
+        for prefix, file in files.items():
+            with error_prefix(file.name) if len(files) > 1 else nullcontext():
+                part, rank, alpha = read_part(file, None if model is None else str(model), prefix)
+            weights |= {prefix + name: tensor for name, tensor in part.items()}
+            of_parts.add((rank, alpha))
+        if len(of_parts) > 1:
+            raise ValueError(f"(rank, alpha) of its two files differ: {sorted(of_parts)}")
+    modules = sorted({name.rpartition(".lora_")[0] for name in weights})
     return weights, LoraConfig(r=rank, lora_alpha=alpha, target_modules=modules)
 
 
-def read_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def read_part(file: Path, model: str | None, prefix: str) -> tuple[dict[str, torch.Tensor], int, float]:
+    """The tensors of one file, its rank and its alpha. prefix: how the names of the model's modules begin that it is
+    for, without which they are given. Raises as read_lora."""
+    with error_prefix("not a LoRA that can be read", Exception):
+        tensors, settings = read_file(file)
+    check_kind(settings)
+    weights, alphas = translate(tensors, model, prefix)
+    modules, rank = modules_and_rank(weights, settings)
+    some_lack_alpha = alphas and sorted(alphas) != modules
+    if len(set(alphas.values())) > 1 or some_lack_alpha or settings.get("alpha_pattern"):
+        raise ValueError(f"its alphas differ between modules: {CONVERT} gives it one")
+    if settings.get("use_rslora"):
+        raise ValueError("use_rslora, which divides alpha by the root of the rank, is not supported")
+    alpha = alphas.get(modules[0], settings.get("lora_alpha", rank))
+    if not is_alpha(alpha):
+        raise ValueError(f"its lora_alpha, {alpha}, is not one number above 0")
+    return weights, rank, alpha
+
+
+def find_files(path: Path) -> dict[str, Path]:
+    """{how the names of the modules begin: the file of their LoRA}: one of "", or those that are there of LORA_FILES.
+
+    Where there is a file for a second transformer, the other beside it is for the first. Raises as find_file.
+    """
+    of_second = LORA_FILES["transformer_2."]
+    folder = path.parent if path.name in LORA_FILES.values() else path
+    if not (folder / of_second).is_file() and (folder / "lora" / of_second).is_file():  # of flow_grpo's checkpoint-N
+        folder = folder / "lora"
+    if (folder / of_second).is_file():
+        return {prefix: folder / name for prefix, name in LORA_FILES.items() if (folder / name).is_file()}
+    return {"": find_file(path)}
+
+
+def read_file(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """All tensors of a LoRA, and its settings ({} if it has none). Raises whatever a library does."""
-    file = find_file(path)
     if not file.is_file():  # a named pipe would be waited for
         raise OSError(f"No such file or directory: {file}")
     with safe_open(file, framework="pt") as opened:
@@ -160,9 +200,11 @@ def check_kind(settings: Mapping[str, Any]) -> None:
 
 # ---- names -----------------------------------------------------------------------------------------------------------
 def translate(
-    tensors: Mapping[str, torch.Tensor], model: str | None
+    tensors: Mapping[str, torch.Tensor], model: str | None, prefix: str = ""
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """A file's tensors with the names of the model's transformer: {"module.lora_A.weight": fp32} and {module: alpha}.
+
+    prefix: as read_part has it.
 
     Raises:
         ValueError: names a tensor that has no place in the transformer or cannot be a LoRA's, and what to do.
@@ -172,7 +214,10 @@ def translate(
             raise ValueError(f"{key} is of another kind than LoRA, which is not trained here: merge it with its tool")
         if TEXT_ENCODERS.match(key):
             raise ValueError(f"{key} is a text encoder's, which is not trained here: {CONVERT} leaves it out")
-    shapes = None if model is None else linear_shapes(model)
+    shapes = None
+    if model is not None:
+        found = linear_shapes(model).items()
+        shapes = {name.removeprefix(prefix): shape for name, shape in found if name.startswith(prefix)}
     weights, alphas, unknown = sort_tensors(tensors, shapes)
     if unknown and model is not None:
         converted, fault = by_diffusers(tensors, model)

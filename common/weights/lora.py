@@ -3,13 +3,14 @@
 import functools
 import json
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.distributed import on_rank_0
 from common.errors import RunError, error_prefix
 from common.files import atomic_file
-from common.models import Family, pipeline_without_weights
+from common.models import Family, has_two_transformers, pipeline_without_weights
 from common.optional import optional_part
 from common.process import print_message
 from common.weights.policy import LoRA, tensors_on_rank_0
@@ -23,6 +24,9 @@ if TYPE_CHECKING:  # importing these takes seconds
 
 
 ALL_LINEAR = "all-linear"
+# {how the modules' names begin: the file of their LoRA}: one file, or one for each of two transformers
+LORA_FILE = {"": "pytorch_lora_weights.safetensors"}
+LORA_FILES = {"transformer.": LORA_FILE[""], "transformer_2.": "pytorch_lora_weights_2.safetensors"}
 
 
 def make_lora(
@@ -39,13 +43,15 @@ def make_lora(
     """The LoRA to train: that of `path` for `model`, which decides rank, alpha and modules; otherwise a new one.
 
     Returns None for rank 0, which trains full weights. target_modules: none means the family's; "all-linear" every
-    linear layer of the transformer, as in peft; "not:" leaves some out. checkpoint: the one to resume from, whose
-    policy must be alike.
+    linear layer of the transformer, as in peft; "not:" leaves some out, all in it where a module has several.
+    checkpoint: the one to resume from, whose policy must be alike.
 
     Raises:
         ValueError: one line that names the option, and what is wrong with the file or differs from the checkpoint.
     """
     lora = None
+    if not path and rank == 0 and model and has_two_transformers(model):
+        raise ValueError("--lora_rank 0: full weights of two transformers are not trained, a LoRA of both is")
     if path:
         tensors, config = optional_part("weights.adapter_files", "--lora_path").read_lora(path, model)
         print_message(f"--lora_path {path}: rank {config.r}, alpha {config.lora_alpha}")
@@ -57,6 +63,10 @@ def make_lora(
         targets = [name for name in target_modules if not name.startswith("not:")]
         if ALL_LINEAR in targets:  # peft knows the word for models of transformers alone
             targets = [name for name in targets if name != ALL_LINEAR] + sorted(linear_shapes(str(model)))
+        if excluded and model:  # peft's names are those of single layers
+            layers = sorted(linear_shapes(model))
+            inside = {name: [layer for layer in layers if f".{name}." in f".{layer}"] for name in excluded}
+            excluded = [layer for name in excluded for layer in inside[name] or [name]]
         config = LoraConfig(
             r=rank,
             lora_alpha=alpha,
@@ -146,7 +156,8 @@ def save_weights(
     """Write a policy's tensors as diffusers loads them; rank 0 writes. Equal policies give equal bytes.
 
     tensors: by names relative to the transformer. With a lora_config they are a LoRA, for
-    `pipe.load_lora_weights(folder)`. Without one they are full weights, for the transformer class's `from_pretrained`.
+    `pipe.load_lora_weights(folder)`, and that of a second transformer is a file of its own (LORA_FILES). Without one
+    they are full weights, for the transformer class's `from_pretrained`.
 
     A LoRA's B matrices are multiplied by alpha / rank, and its metadata say alpha = rank. A loader that ignores the
     metadata therefore gives the LoRA the same strength.
@@ -162,19 +173,26 @@ def save_weights(
         return
     scale = lora_config.lora_alpha / lora_config.r
     scaled = {name: tensor * scale if ".lora_B." in name else tensor for name, tensor in tensors.items()}
-    settings = lora_config.to_dict() | {"lora_alpha": lora_config.r}
-    for name, value in settings.items():
-        if isinstance(value, set):  # module names; a set's order differs from process to process
-            settings[name] = sorted(value)
-    with atomic_file(folder / "pytorch_lora_weights.safetensors") as temporary:
-        pipe.save_lora_weights(
-            folder,
-            transformer_lora_layers=scaled,
-            weight_name=temporary.name,
-            transformer_lora_adapter_metadata=settings,
-        )
-        sort_metadata(temporary)
-        temporary.chmod(0o644)
+    files = LORA_FILES if hasattr(pipe.transformer, "transformer_2") else LORA_FILE
+    with ExitStack() as all_or_none:
+        for prefix, file in files.items():
+            settings = lora_config.to_dict() | {"lora_alpha": lora_config.r}
+            for name, value in settings.items():
+                if isinstance(value, set):  # module names; a set's order differs from process to process
+                    others = tuple(files.keys() - {prefix})
+                    settings[name] = sorted(end.removeprefix(prefix) for end in value if not end.startswith(others))
+            layers = {name.removeprefix(prefix): scaled[name] for name in scaled if name.startswith(prefix)}
+            if not layers:
+                continue
+            temporary = all_or_none.enter_context(atomic_file(folder / file))
+            pipe.save_lora_weights(
+                folder,
+                transformer_lora_layers=layers,
+                weight_name=temporary.name,
+                transformer_lora_adapter_metadata=settings,
+            )
+            sort_metadata(temporary)
+            temporary.chmod(0o644)
 
 
 def sort_metadata(path: str | Path) -> None:

@@ -23,6 +23,7 @@ PARTS = {
     "files/parquet.py": ["--train_prompts", "prompts.parquet"],
     "files/pictures.py": ["--train_prompts", "edits.jsonl"],
     "rewards/preservation.py": ["--eval_prompts", "edits.jsonl"],
+    "models/experts.py": None,  # of a model of two transformers
     "run/option_files.py": ["--args", "options.json"],
     "run/profiling.py": ["--profile_steps", "1"],
     "run/resuming.py": ["--resume", "runs/other"],

@@ -813,7 +813,7 @@ def test_a_size_or_guidance_that_a_family_cannot_take_is_refused(checkpoint, tmp
     (tmp_path / "motion.py").write_text(MOTION)
     own = ["--reward", "motion.py:motion"]
     for options, refused in (
-        (["--model", a14b], "--model .*a14b: .* A14B; .*"),
+        (["--model", a14b], "--model .*a14b: model_index.json: .* boundary_ratio .*"),
         (["--model", wan, "--num_frames", 4, "--image_size", 32, 64, *own], r"--num_frames 4: .* 4 k \+ 1, .*"),
         (["--model", wan, "--num_frames", 1, "--image_size", 32, 64], "--num_frames 1: .* 4 .* 1"),
         (["--model", wan, "--num_frames", 5], "--reward ocr: .*--num_frames 5; .*"),

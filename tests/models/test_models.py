@@ -45,7 +45,7 @@ def test_a_family_without_a_method_is_no_model(tmp_path):
     with pytest.raises(TypeError, match="abstract methods? .*check.*encode_batch.*forward.*schedule"):
         Nothing(None)
     model = embedded_model()
-    assert model.has_engine_pipeline() and not Nothing.has_engine_pipeline()
+    assert model.has_engine_pipeline("") and not Nothing.has_engine_pipeline("")
     add_policies(model, make_lora(type(model), rank=4, alpha=32), ["default"], seed=0)
     assert {name for name in Family.__annotations__ if not hasattr(model, name)} == set()
 

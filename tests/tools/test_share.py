@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from common.run.record import digest
+from common.weights.lora import LORA_FILES
 from tests.conftest import EMBEDDED, ROOT, SMALL, brightness_reward, few_eval_prompts, one_rank_environment, run_here
 from tools import bench, share
 
@@ -20,6 +21,7 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData, constants
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+WEIGHTS, WEIGHTS_2 = LORA_FILES.values()
 pytestmark = pytest.mark.fast
 
 
@@ -123,8 +125,8 @@ def call_of(code: str) -> dict:
 
 
 def test_the_cards_code_loads_the_lora_and_makes_its_image(run):
-    strong = {name: 40 * tensor for name, tensor in load_file(run / "adapter" / share.DIFFUSERS_FILE).items()}
-    save_file(strong, run / "adapter" / share.DIFFUSERS_FILE)  # one step's LoRA changes no pixel
+    strong = {name: 40 * tensor for name, tensor in load_file(run / "adapter" / WEIGHTS).items()}
+    save_file(strong, run / "adapter" / WEIGHTS)  # one step's LoRA changes no pixel
     card, folder = shared(run)
     options = call_of(code_of(card))
     assert options == {
@@ -159,11 +161,9 @@ def test_the_cards_code_loads_full_weights(run):
 
 def test_what_the_folder_and_the_card_have(run):
     card, folder = shared(run, "--gated")
-    assert {path.name for path in folder.iterdir()} == {
-        *("README.md", "before_after.png", "images", share.DIFFUSERS_FILE)
-    }
-    weights = folder / share.DIFFUSERS_FILE
-    assert weights.read_bytes() == (run / "adapter" / share.DIFFUSERS_FILE).read_bytes()
+    assert {path.name for path in folder.iterdir()} == {*("README.md", "before_after.png", "images", WEIGHTS)}
+    weights = folder / WEIGHTS
+    assert weights.read_bytes() == (run / "adapter" / WEIGHTS).read_bytes()
     assert digest([weights]) in card.text and json.loads((run / "args.json").read_text())["git_hash"] in card.text
     assert (card.data.license, card.data.pipeline_tag) == ("apache-2.0", "text-to-image")
     assert {"lora", "flow_grpo"} < {*card.data.tags} and card.data.base_model is None  # which is no model of the hub
@@ -207,10 +207,10 @@ def test_the_scores_are_the_evaluations_paired(run):
 
 def test_the_best_adapter_is_that_of_its_evaluation(run):
     (run / "best_adapter" / "best.json").write_text('{"step": 1}')
-    file = run / "best_adapter" / share.DIFFUSERS_FILE
+    file = run / "best_adapter" / WEIGHTS
     save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file)
     card, folder = shared(run, "--best")
-    assert (folder / share.DIFFUSERS_FILE).read_bytes() == file.read_bytes()
+    assert (folder / WEIGHTS).read_bytes() == file.read_bytes()
     assert "for 1 step " in card.text and "highest" in card.text
 
 
@@ -234,7 +234,7 @@ def test_a_bench_of_these_weights_stands_in_the_card(run, tmp_path, monkeypatch,
     card, _ = shared(run)
     assert "### own.txt" in card.text and f"{mean:+.3f} [{low:+.3f}, {high:+.3f}] |" in card.text
     shutil.rmtree(run / "share")
-    file = run / "adapter" / share.DIFFUSERS_FILE
+    file = run / "adapter" / WEIGHTS
     save_file({name: 2 * tensor for name, tensor in load_file(file).items()}, file)
     assert "bench.json" in refused(run, "--license", "mit", "--bench", run / "bench")
     capsys.readouterr()
@@ -245,7 +245,7 @@ def test_a_bench_of_these_weights_stands_in_the_card(run, tmp_path, monkeypatch,
 def test_a_run_without_an_evaluation_before_training_has_no_images(run, capsys):
     shutil.rmtree(run / "samples" / "0000")
     card, folder = shared(run)
-    assert {path.name for path in folder.iterdir()} == {"README.md", share.DIFFUSERS_FILE}
+    assert {path.name for path in folder.iterdir()} == {"README.md", WEIGHTS}
     assert "![" not in card.text and card.data.get("widget") is None and "step 0" in capsys.readouterr().out
     assert image_of(code_of(card), folder).size == (96, 32)
 
@@ -371,7 +371,7 @@ SOURCES = {"FluxKontextPipeline": 1, "QwenImageEditPlusPipeline": 2, "WanImageTo
 def test_every_family_has_a_pipeline_here():
     families = {path.stem.replace("_", "") for path in (ROOT / "common" / "models").glob("*.py")}
     assert {name.removesuffix("Pipeline").lower() for name in GUIDANCE} == families - {
-        *("init", "family", "fingerprints", "loading", "longprompts", "parts", "vae")
+        *("init", "experts", "family", "fingerprints", "loading", "longprompts", "parts", "vae")
     }
 
 
@@ -393,3 +393,23 @@ def test_the_code_calls_a_pipeline_by_the_names_that_it_takes(pipeline, tmp_path
     assert task == f"{'image' if count else 'text'}-to-{'video' if pipeline.startswith('Wan') else 'image'}"
     imports = [line for line in code.splitlines() if line.startswith(("from", "import"))]
     exec("\n".join(imports), {})
+
+
+@pytest.mark.parametrize("files", [[WEIGHTS], [WEIGHTS_2], [WEIGHTS, WEIGHTS_2]])
+def test_the_code_loads_a_lora_into_each_of_two_transformers(files, tmp_path):
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline"}))
+    (tmp_path / "transformer" / "config.json").write_text("{}")
+    for name in files:
+        (tmp_path / name).touch()
+    base = share.Base("base/model", is_on_hub=True, license={}, is_gated=False)
+    options = OPTIONS | {"model": str(tmp_path), "guidance_scale_2": 1.5}
+    code, _ = share.usage_of(share.Policy(tmp_path, 1, is_lora=True), base, options, "a fox", 0, "user/name")
+    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    loads = [call for call in calls if getattr(call.func, "attr", "") == "load_lora_weights"]
+    loaded = []
+    for call in loads:
+        given = {keyword.arg: keyword.value.value for keyword in call.keywords}
+        loaded.append((given.get("weight_name", WEIGHTS), given.get("load_into_transformer_2", False)))
+    assert loaded == [(name, name == WEIGHTS_2) for name in files]
+    assert call_of(code)["guidance_scale_2"] == 1.5
