@@ -498,7 +498,7 @@ def main(args: Args, inputs: Inputs) -> None:
     optimizer = AdamW(
         parameters, lr=args.learning_rate, betas=args.adam_betas, eps=args.adam_eps, weight_decay=args.weight_decay
     )
-    choose_adam_kernel(optimizer, model)  # foreach for a LoRA; on a GPU fused for full weights
+    optimizer = choose_adam_kernel(optimizer, model, args.adam_bits)  # foreach, fused, or torchao's of 8 bits
     pairs = None if args.eval_only else find_pairs(args, run, model, inputs)
     num_found = len(pairs) if pairs else 0
     sampler = GroupSampler(num_found, args.num_pairs, group_size=1, seed=args.order_seed)  # of pairs

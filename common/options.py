@@ -128,8 +128,8 @@ class SharedArgs:
     family: CodeOrName | None = None
     """your own path/to/file.py:Class that adapts the pipeline (docs/fork.md); None: the family in common/models/"""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """dtype of frozen weights and forward passes; trained weights, Adam, latents and the sampling steps' arithmetic are
-    always fp32"""
+    """dtype of frozen weights and forward passes; trained weights, Adam's and the sampling steps' arithmetic, and
+    latents are always fp32"""
     vae_dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of the VAE; bfloat16 needs --rollout local, decodes 1.4 times as fast on an H100, and moves pixels by 0.2
     (embedded model) or 0.9 (random weights of SD3.5's shape) of 255 on average, and by 3 or 12 at most"""
@@ -221,6 +221,9 @@ class SharedArgs:
     adam_eps: PositiveFloat = 1e-15
     """AdamW's epsilon (published codes: 1e-8); a gradient of RMS g, say 5e-9, moves weights by
     learning_rate * g / (g + adam_eps)"""
+    adam_bits: Literal[32, 8] = 32
+    """bits of each number in AdamW's two averages; 8 takes a quarter of their memory, is for full weights, and needs
+    torchao (docs/adapters_and_checkpoints.md)"""
     max_grad_norm: PositiveFloat = 1.0
     """the largest norm of a gradient; a larger gradient is scaled down to it"""
     ema_decay: Annotated[float, Bound(at_least=0, below=1)] = 0.0

@@ -277,8 +277,7 @@ def make_optimizer(args: Args, model: Family, policy: str, learning_rate: float)
     optimizer = AdamW(
         parameters, lr=learning_rate, betas=args.adam_betas, eps=args.adam_eps, weight_decay=args.weight_decay
     )
-    choose_adam_kernel(optimizer, model)  # foreach for a LoRA; on a GPU fused for full weights
-    return optimizer
+    return choose_adam_kernel(optimizer, model, args.adam_bits)  # foreach, fused, or torchao's of 8 bits
 
 
 def shard(args: Args, model: Family, device: torch.device) -> None:

@@ -499,7 +499,7 @@ def main(args: Args, inputs: Inputs) -> None:
     optimizer = AdamW(
         parameters, lr=args.learning_rate, betas=args.adam_betas, eps=args.adam_eps, weight_decay=args.weight_decay
     )
-    choose_adam_kernel(optimizer, model)  # foreach for a LoRA; on a GPU fused for full weights
+    optimizer = choose_adam_kernel(optimizer, model, args.adam_bits)  # foreach, fused, or torchao's of 8 bits
     sampler = GroupSampler(inputs.train_set.parts, args.num_prompts, group_size=1, seed=args.order_seed)
     run.print_message(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
 

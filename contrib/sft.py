@@ -504,7 +504,7 @@ def main(args: Args, inputs: Inputs) -> None:
     optimizer = AdamW(
         parameters, lr=args.learning_rate, betas=args.adam_betas, eps=args.adam_eps, weight_decay=args.weight_decay
     )
-    choose_adam_kernel(optimizer, model)  # foreach for a LoRA; on a GPU fused for full weights
+    optimizer = choose_adam_kernel(optimizer, model, args.adam_bits)  # foreach, fused, or torchao's of 8 bits
     records = inputs.pairs or []
     sampler = GroupSampler(len(records), args.num_records, group_size=1, seed=args.order_seed)  # of records
     _, schedule, latent_shape = model.schedule(model.level_steps, *args.image_size)

@@ -715,7 +715,7 @@ def main(args: Args, inputs: Inputs) -> None:
     optimizer = AdamW(
         parameters, lr=args.learning_rate, betas=args.adam_betas, eps=args.adam_eps, weight_decay=args.weight_decay
     )
-    choose_adam_kernel(optimizer, model)  # foreach for a LoRA; on a GPU fused for full weights
+    optimizer = choose_adam_kernel(optimizer, model, args.adam_bits)  # foreach, fused, or torchao's of 8 bits
     parts = inputs.train_set.parts  # (number of prompts, share): of each file with --train_shares, else of all
     sampler = GroupSampler(parts, args.num_prompts, args.group_size, args.updates_per_rollout, seed=args.order_seed)
     image_index = sampler.image_index  # (B,), which of a step's N images are this rank's

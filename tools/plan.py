@@ -43,7 +43,7 @@ from common.plan.needs import (
 )
 from common.rewards import find_reward
 from common.run import parse_args
-from common.run.checks import check_lora_modules
+from common.run.checks import check_adam_bits, check_lora_modules
 from common.user_code import code_file
 from common.weights import make_lora
 from common.weights.base_weights import check_base_weights
@@ -142,6 +142,7 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
         shard_ranks=args.shard_ranks,
         train_with=args.train_with,
     )
+    check_adam_bits(args.adam_bits, lora is not None, args.train_with)
     check_lora_modules(lora, options)
     # a run with --pairs does not read --train_prompts
     prompts = args.eval_prompts if w.drawn_prompts == 0 else args.train_prompts

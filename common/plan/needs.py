@@ -32,6 +32,8 @@ TRAINER_PROCESS = 0.5 * GB
 ENGINE_PROCESS = 0.8 * GB
 # GPU memory that CUDA, its libraries and NCCL take for each process: an assumption
 CUDA_PROCESS = 0.8 * GB
+# Bytes of a weight's two moments, by --adam_bits; at 8 a moment has a scale in fp32 for 256 numbers
+MOMENT_BYTES = {32: 8.0, 8: 2 * (1 + 4 / 256)}
 FREE = 0.1  # share of a GPU that stays free, for the allocator's gaps and what is not counted
 
 
@@ -49,6 +51,7 @@ class PlannedRun(Workload):
     dtype: str = "float32"
     vae_dtype: str = "float32"
     base_weights: str | None = None
+    adam_bits: int = 32
     train_with: tuple[str, ...] = ()
     image_size: tuple[int, int] = (512, 512)
     num_frames: int = 1
@@ -185,10 +188,16 @@ def weight_parts(blueprint: Blueprint, w: PlannedRun) -> list[Part]:
     if w.base_weights:
         frozen += num_quantised * optional_part("weights.base_weights", "--base_weights").WEIGHT_BYTES[w.base_weights]
     trained = 4 * blueprint.num_trained / w.shards
+    moments = MOMENT_BYTES[w.adam_bits] * blueprint.num_trained / w.shards * w.trained_policies
+    in_bits = "float32" if w.adam_bits == 32 else f"{w.adam_bits} bits"
     others = [policy for policy in w.policies if policy not in ("default", "reference")]
     advice = "use more ranks, or --train_with cpu_offload"
     if not blueprint.is_lora:
         advice += ", or train a LoRA (--lora_rank)"
+        if w.adam_bits == 8:  # which cannot be offloaded
+            advice = advice.replace("--train_with cpu_offload, or ", "")
+        elif place == "device":
+            advice = f"use --adam_bits 8, {advice.removeprefix('use ')}"
     if w.base_weights:
         smaller = "" if w.base_weights == "nf4" else "use --base_weights nf4, or "
         advice = smaller + "use a larger GPU, or shards of full weights on several (--shard_ranks)"
@@ -201,7 +210,7 @@ def weight_parts(blueprint: Blueprint, w: PlannedRun) -> list[Part]:
         Part(f"weights of {' and '.join(others)}, float32", len(others) * trained, phases, place, advice),
         Part("frozen adapters, float32", w.frozen_adapters * trained, phases, place, advice),
         # the first optimizer step makes them, so that there are none at the start
-        Part("Adam's two moments, float32", 2 * trained * w.trained_policies, PHASES[1:], place, advice),
+        Part(f"Adam's two moments, {in_bits}", moments, PHASES[1:], place, advice),
         Part("buffers of the transformer", blueprint.buffer_bytes, PHASES, "device", advice),
     ]
     if blueprint.is_lora:  # whole on each rank until the last pass of an optimizer step

@@ -4,7 +4,7 @@ import importlib.util
 import os
 import shutil
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,22 @@ def check_weights(args: SharedArgs, inputs: Inputs) -> None:
             shard_ranks=args.shard_ranks,
             train_with=args.train_with,
         )
+    if args.adam_bits == 8:
+        require_part("weights.adam_8bit", "--adam_bits 8")
+        check_adam_bits(args.adam_bits, inputs.lora is not None, args.train_with)
+        if importlib.util.find_spec("torchao") is None:
+            raise ValueError("--adam_bits 8: needs torchao, which is not installed: pip install torchao==0.18.0")
+        if torch.cuda.is_available():
+            check_compiler("--adam_bits 8")
     check_lora_modules(inputs.lora, vars(args))
+
+
+def check_adam_bits(adam_bits: int, trains_lora: bool, train_with: Collection[str]) -> None:
+    """ValueError, in one line that names the options: what moments of 8 bits are not for."""
+    if adam_bits == 8 and trains_lora:
+        raise ValueError("--adam_bits 8: is for full weights (--lora_rank 0); a LoRA's moments are small")
+    if adam_bits == 8 and "cpu_offload" in train_with:
+        raise ValueError("--adam_bits 8: cannot be used with --train_with cpu_offload, which keeps Adam on the CPU")
 
 
 def check_compiler(option: str) -> None:
@@ -145,7 +160,7 @@ def check_compiler(option: str) -> None:
     if not missing and not header.exists():
         missing = f"Python's headers, and there is no {header} (apt install python3-dev)"
     if missing:
-        raise ValueError(f"{option}: needs {missing}; or leave compile out")
+        raise ValueError(f"{option}: needs {missing}; or leave it out")
 
 
 def check_asked(args: SharedArgs, inputs: Inputs) -> None:

@@ -225,14 +225,19 @@ def tensors_on_rank_0(
     return kept, lora_config
 
 
-def choose_adam_kernel(optimizer: torch.optim.AdamW, model: Family) -> None:
+def choose_adam_kernel(optimizer: torch.optim.AdamW, model: Family, adam_bits: int = 32) -> torch.optim.AdamW:
     """One kernel for all tensors of a LoRA (foreach), and on a GPU for full weights one that needs no room (fused).
 
-    By default AdamW takes FSDP's tensors one after the other. foreach gives the same numbers to the bit.
+    By default AdamW takes FSDP's tensors one after the other. foreach gives the same numbers to the bit. Returns the
+    optimizer or, for adam_bits 8, torchao's in its place.
     """
+    if adam_bits == 8:
+        eight: torch.optim.AdamW = optional_part("weights.adam_8bit", "--adam_bits 8").in_8_bits(optimizer)
+        return eight
     for group in optimizer.param_groups:
         group["foreach"] = model.is_lora
         group["fused"] = not model.is_lora and model.device.type == "cuda"
+    return optimizer
 
 
 # ---- tensors of a checkpoint -----------------------------------------------------------------------------------------

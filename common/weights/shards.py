@@ -8,6 +8,7 @@ tensor it has. DCP has no checksums. A LoRA is small and stays in one file.
 
 import shutil
 import zlib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, WriteItem
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 FILE_BYTES = 1 << 32  # of whole tensors in the ranks' files of one number: DCP makes up a file in memory
 AT_ONCE = 1 << 24  # bytes
@@ -64,6 +69,49 @@ def outline(tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tenso
     return policies
 
 
+# ---- moments of 8 bits -----------------------------------------------------------------------------------------------
+# A checkpoint holds the fp32 numbers that they stand for: it fits any number of ranks, and AdamW of 32 bits as well.
+# Quantising them again gives the same moments to the bit, on as many ranks (common/weights/adam_8bit.py).
+def is_quantised(shard: torch.Tensor) -> bool:
+    """Whether it is torchao's tensor: a rank's shard is a plain one otherwise."""
+    return is_traceable_wrapper_subclass(shard)
+
+
+class SavePlanner(DefaultSavePlanner):
+    """DCP's planner, which writes quantised moments as fp32; one tensor at a time is made."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """The shard as it is written."""
+        shard = super().transform_object(write_item, object)
+        return shard.dequantize() if is_quantised(shard) else shard
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """DCP's planner, which quantises moments again; they are fp32 until the last part of a shard is read."""
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """Count the parts of each shard."""
+        self.parts_left = Counter(item.dest_index.fqn for item in new_plan.items)
+        self.fp32: dict[str, torch.Tensor] = {}
+        return super().finish_plan(new_plan)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """The tensor that a part of a shard is read into."""
+        shard = super().lookup_tensor(index)
+        if not is_quantised(shard):
+            return shard
+        if index.fqn not in self.fp32:
+            self.fp32[index.fqn] = torch.empty(shard.shape, device=shard.device)
+        return self.fp32[index.fqn]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Quantise the shard, if this part was its last."""
+        index = read_item.dest_index
+        self.parts_left[index.fqn] -= 1
+        if index.fqn in self.fp32 and not self.parts_left[index.fqn]:
+            super().lookup_tensor(index).copy_(self.fp32.pop(index.fqn))
+
+
 # ---- writing ---------------------------------------------------------------------------------------------------------
 def save_shards(path: Path, model: Family, optimizers: Optimizers) -> dict[str, Any]:
     """Write the tensors beside the checkpoint `path`, which does not exist yet. A collective.
@@ -83,7 +131,7 @@ def save_shards(path: Path, model: Family, optimizers: Optimizers) -> dict[str, 
         dist.barrier()
         writer = HuggingFaceStorageWriter(str(folder), file_numbers(tensors), save_distributed=True)
         try:
-            dcp.save(tensors, storage_writer=writer)  # each file is on disk when this returns
+            dcp.save(tensors, storage_writer=writer, planner=SavePlanner())  # each file is on disk when this returns
             sums = {}
             for file in sorted(folder.glob(f"shard-{dist.get_rank() + 1:05d}-*")):
                 with writing(file), safe_open(file, framework="pt"):  # before an older checkpoint goes: it can be read
@@ -183,7 +231,8 @@ def load_shards(state: dict, model: Family, optimizers: Optimizers) -> None:
         kind, policy, _ = name.split("/", 2)
         if name in moments or (kind == "policies" and policy in saved):
             known[name] = tensor
-    dcp.load(known, storage_reader=HuggingFaceStorageReader(str(shards_of(state["path"]))))
+    reader = HuggingFaceStorageReader(str(shards_of(state["path"])))
+    dcp.load(known, storage_reader=reader, planner=LoadPlanner())
     for policy, optimizer in saved_optimizers.items():
         for name, parameter in model.policies[policy].named_parameters():
             if not any(moment.startswith(f"{kind_of(policy)}/{name}/") for moment in moments):

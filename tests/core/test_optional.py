@@ -30,6 +30,7 @@ PARTS = {
     "run/stop_rules.py": ["--stop_if", "val/ocr/mean>=0.9"],
     "run/tracking.py": ["--track", "tensorboard"],
     "run/utilisation.py": None,  # on GPUs, where a line says what is not logged
+    "weights/adam_8bit.py": ["--adam_bits", "8"],
     "weights/adapter_files.py": ["--lora_path", "lora.safetensors"],
     "weights/base_weights.py": ["--base_weights", "int8"],
     "weights/prompt_cache.py": ["--prompt_cache", "cache"],
