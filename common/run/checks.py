@@ -49,6 +49,17 @@ def check_inputs(
         ValueError, RunError: in one line: an option or a record's field that cannot have its effect, or a reward that
             fails on a grey image.
     """
+    check_ranks_per_image(
+        args.ranks_per_image,
+        inputs.family,
+        model=args.model,
+        image_size=args.image_size,
+        num_frames=args.num_frames,
+        max_sequence_length=args.max_sequence_length,
+        num_sources=len(inputs.eval_set.metadata[0].get("image", ())),  # all records have as many (check_sources)
+        train_with=args.train_with,
+        chained_steps=workload.chained_steps,
+    )
     check_weights(args, inputs)
     if "compile" in args.train_with:
         check_compiler("--train_with compile")
@@ -66,17 +77,6 @@ def check_inputs(
         report_shared_prompts("--train_prompts" if inputs.pairs is None else given, trained, inputs.eval_set)
     if inputs.checkpoint and not args.eval_only:
         check_updates(args.lr_schedule, load_checkpoint(inputs.checkpoint), workload)
-    check_ranks_per_image(
-        args.ranks_per_image,
-        inputs.family,
-        model=args.model,
-        image_size=args.image_size,
-        num_frames=args.num_frames,
-        max_sequence_length=args.max_sequence_length,
-        num_sources=len(inputs.eval_set.metadata[0].get("image", ())),  # all records have as many (check_sources)
-        train_with=args.train_with,
-        chained_steps=workload.chained_steps,
-    )
     all_schedules = {"--eval_num_inference_steps": args.eval_num_inference_steps, **schedules}
     sampled = [(option, num_steps, args.image_size) for option, num_steps in all_schedules.items()]
     check_schedules(inputs.family, args.model, sampled, args.num_frames)
