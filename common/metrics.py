@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from common.data import GroupSampler, gather_shares
-from common.distributed import gather, gather_groups, gather_objects, ranks_per_image
+from common.distributed import gather, gather_groups, gather_objects
 from common.errors import RolloutError
 from common.images import as_one_picture
 from common.rollout import Images
@@ -79,9 +79,9 @@ def norm_ratio(v: torch.Tensor, v_ref: torch.Tensor) -> torch.Tensor:
 
 
 def detail_metrics(details: Sequence[Details], prefix: str) -> dict[str, float]:
-    """{prefix/<reward>/<key>: mean} of the numbers in the details of all ranks' images, each once. A collective."""
+    """{prefix/<reward>/<key>: mean} of the numbers in the details of all ranks' images. A collective."""
     numbers: dict[str, list[float]] = {}
-    for of_rank in gather_objects([detail for detail in details if detail])[:: ranks_per_image()]:
+    for of_rank in gather_objects([detail for detail in details if detail]):
         for detail in of_rank:
             for name, said in detail.items():
                 for key, value in said.items():
