@@ -170,7 +170,7 @@ def save_samples(
     files: dict[Path, Image.Image | list[Image.Image]] = {}
     for place, image, record in zip(places, images, records, strict=True):
         is_own = not has_surplus or place % data_world_size() == data_rank()
-        if is_own and sequence_rank() == 0:
+        if is_own and sequence_rank() == 0:  # for its sequence group, whose ranks have the same images
             path = folder / f"{place:05d}.png"
             files[path] = image
             picture = as_one_picture(image) if place < shown else None
