@@ -134,7 +134,9 @@ def check(args: Args) -> Args:
     if args.eval_only:  # no mini-batches are cut
         return args
     num_images = args.num_prompts * args.group_size
-    micro_batch_size = fit_micro_batch(num_images, args.updates_per_rollout, args.micro_batch_size)
+    micro_batch_size = fit_micro_batch(
+        num_images, args.updates_per_rollout, args.micro_batch_size, ranks_per_image=args.ranks_per_image
+    )
     sums_advantages = len(args.reward) > 1 and args.multi_objective_aggregation == "normalize_then_sum"
     if sums_advantages and args.scale_rewards == "none":
         raise ValueError("--multi_objective_aggregation normalize_then_sum: needs --scale_rewards group or batch")
@@ -619,7 +621,7 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
 
 # ==== 12 MAIN =========================================================================================================
 def main(args: Args, inputs: Inputs) -> None:
-    device = setup_distributed(args.shard_ranks)
+    device = setup_distributed(args.shard_ranks, args.ranks_per_image)
     args = choose_sizes(args, inputs, workload(args))  # what fits, where an option is 0; rank and alpha of --lora_path
     run = Run(args, inputs.all_rewards, script=__file__, checkpoint=inputs.checkpoint, workload=workload(args))
     engine = start_engine(args, run.folder, device)  # it loads while the policy does

@@ -130,7 +130,9 @@ def check(args: Args) -> Args:
     """Refuse options that cannot work together. Returns them with the micro-batch that a rank has."""
     if args.eval_only:  # no mini-batches are cut
         return args
-    micro_batch_size = fit_micro_batch(args.num_pairs, 1, args.micro_batch_size, "--num_pairs")
+    micro_batch_size = fit_micro_batch(
+        args.num_pairs, 1, args.micro_batch_size, "--num_pairs", ranks_per_image=args.ranks_per_image
+    )
     return replace(args, micro_batch_size=micro_batch_size)
 
 
@@ -491,7 +493,7 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
 
 # ==== 12 MAIN =========================================================================================================
 def main(args: Args, inputs: Inputs) -> None:
-    device = setup_distributed(args.shard_ranks)
+    device = setup_distributed(args.shard_ranks, args.ranks_per_image)
     args = choose_sizes(args, inputs, workload(args))  # what fits, where an option is 0; rank and alpha of --lora_path
     run = Run(args, inputs.all_rewards, script=__file__, checkpoint=inputs.checkpoint, workload=workload(args))
     model, parameters = load_policy(args, inputs, device)

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from common.distributed import gather, launched_world_size
+from common.distributed import data_rank, data_world_size, gather, launched_world_size, ranks_per_image
 from common.process import print_once
 from common.sde import image_seed
 
 import torch
-import torch.distributed as dist
 from PIL.Image import Image
 
 
@@ -145,9 +144,11 @@ class GroupSampler:
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        """num_prompts: how many there are to draw from, or the `parts` of a PromptSet. Of 0 nothing is drawn."""
-        rank = dist.get_rank() if rank is None else rank
-        world_size = dist.get_world_size() if world_size is None else world_size
+        """num_prompts: how many there are to draw from, or the `parts` of a PromptSet. Of 0 nothing is drawn. rank and
+        world_size: by default data_rank() and data_world_size(), as the ranks of a sequence group have the same images.
+        """
+        rank = data_rank() if rank is None else rank
+        world_size = data_world_size() if world_size is None else world_size
         self.parts = [(num_prompts, 1)] if isinstance(num_prompts, int) else num_prompts
         num_images = prompts_per_step * group_size
         if sum(number for number, _ in self.parts) and num_images % (num_mini_batches * world_size):
@@ -184,6 +185,8 @@ class GroupSampler:
         num_images = self.prompts_per_step * self.group_size
         sizes = f"{num_images} images = {self.prompts_per_step} prompts x {self.group_size}"
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        if ranks_per_image() > 1:
+            ranks = f"{self.world_size} x {ranks_per_image()} ranks"
         return f"{sizes}; {self.num_mini_batches} optimizer steps of {num_images // self.num_mini_batches}; {ranks}"
 
     @property
@@ -282,36 +285,48 @@ class GroupSampler:
 
 
 def fit_micro_batch(
-    count: int, num_mini_batches: int, micro_batch_size: int, options: str = "--num_prompts x --group_size"
+    count: int,
+    num_mini_batches: int,
+    micro_batch_size: int,
+    options: str = "--num_prompts x --group_size",
+    *,
+    ranks_per_image: int = 1,
 ) -> int:
     """The micro-batch size, lowered to a rank's share of a mini-batch if that is smaller. 0 stays 0.
+
+    ranks_per_image: the option; so many ranks share a mini-batch's share.
 
     Raises:
         ValueError: `count` images (or pairs), made by `options`, do not divide into mini-batches, ranks, micro-batches.
     """
-    world_size = launched_world_size()
+    world_size = launched_world_size() // ranks_per_image
+    ranks = f"{world_size} ranks" if ranks_per_image == 1 else f"{world_size} groups of {ranks_per_image} ranks"
     if count % (num_mini_batches * world_size):
-        raise ValueError(f"{options} = {count} cannot be cut into {num_mini_batches} mini-batches x {world_size} ranks")
+        raise ValueError(f"{options} = {count} cannot be cut into {num_mini_batches} mini-batches x {ranks}")
     per_rank = count // (num_mini_batches * world_size)
     micro_batch_size = min(micro_batch_size, per_rank)
     if micro_batch_size and per_rank % micro_batch_size:
         raise ValueError(
             f"--micro_batch_size {micro_batch_size}: a rank's share of a mini-batch, {per_rank}, cannot be cut into it "
-            f"({options} = {count}, {num_mini_batches} mini-batches, {world_size} ranks)"
+            f"({options} = {count}, {num_mini_batches} mini-batches, {ranks})"
         )
     return micro_batch_size
 
 
 def share_of_rank(total: int) -> list[int]:
-    """This rank's share of 0 .. total - 1, dealt to the ranks in turn; the same number for each, from 0 again."""
-    world_size = dist.get_world_size()
+    """This rank's share of 0 .. total - 1, dealt to the ranks in turn; the same number for each, from 0 again.
+
+    The ranks of a sequence group have the same share.
+    """
+    world_size = data_world_size()
     per_rank = -(-total // world_size)  # rounded up
-    return [place % total for place in range(dist.get_rank(), per_rank * world_size, world_size)]
+    return [place % total for place in range(data_rank(), per_rank * world_size, world_size)]
 
 
 def gather_shares(rows: torch.Tensor, total: int) -> torch.Tensor:
     """Rows (B, ...) of share_of_rank(total) on every rank -> all rows (total, ...), in order, on every rank."""
-    in_turn = gather(rows).transpose(0, 1)  # (B, world size, ...)
+    of_groups = gather(rows)[:: ranks_per_image()]  # (sequence groups, B, ...)
+    in_turn = of_groups.transpose(0, 1)
     return in_turn.flatten(0, 1)[:total]
 
 

@@ -35,6 +35,7 @@ T = TypeVar("T")
 ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}  # as torchrun would set them
 COLLECTIVE_TIMEOUT = timedelta(hours=1)  # loading, an engine's start, prompts, pairs or rewards may take long
 JOIN_TIMEOUT = timedelta(minutes=5)  # from one rank that joins to the last: all have done the same until then
+_ranks_per_image = 1  # setup_distributed sets it
 
 
 def launched_world_size() -> int:
@@ -81,15 +82,18 @@ def threads_of_this_rank() -> int:
     return chosen or cores_of_this_rank()
 
 
-def setup_distributed(shard_ranks: int = 0) -> torch.device:
+def setup_distributed(shard_ranks: int = 0, ranks_per_image: int = 1) -> torch.device:
     """Join torchrun's world, where shard_ranks is shard_mesh's; python alone is a world of one. Returns the device.
 
-    Where not all ranks join within JOIN_TIMEOUT, this process ends in one line.
+    ranks_per_image: the option; so many ranks in a row are a sequence group. Where not all ranks join within
+    JOIN_TIMEOUT, this process ends in one line.
 
     Raises:
         ValueError: each node has its own number of ranks to shard over, or a launcher of several ranks did not say how
             many this node has.
     """
+    global _ranks_per_image
+    _ranks_per_image = ranks_per_image
     world_size = launched_world_size()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()  # python alone has a shell for a parent, which it may outlive
@@ -214,6 +218,27 @@ def end_distributed() -> None:
         dist.destroy_process_group()
 
 
+# ---- sequence groups: ranks in a row that work on the same images, a part of the tokens each ------------------------
+def ranks_per_image() -> int:
+    """The ranks of a sequence group; 1: every rank has images of its own."""
+    return _ranks_per_image
+
+
+def sequence_rank() -> int:
+    """This rank's place in its sequence group. The first, 0, scores and saves the images for all of them."""
+    return dist.get_rank() % _ranks_per_image
+
+
+def data_rank() -> int:
+    """The number of this rank's sequence group, of data_world_size: which share of the images is its own."""
+    return dist.get_rank() // _ranks_per_image
+
+
+def data_world_size() -> int:
+    """Among how many sequence groups the images are divided: the number of ranks, where each has its own."""
+    return dist.get_world_size() // _ranks_per_image
+
+
 # ---- gathering -------------------------------------------------------------------------------------------------------
 def on_rank_0() -> bool:
     """Whether this process writes the run's files: it is the first of torchrun's world, or alone."""
@@ -230,9 +255,10 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gather_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Each rank's rows (B, ...) and their places (B,) among all N -> all rows (N, ...) in order, on every rank."""
-    every_place = gather(places).flatten()  # (N,)
-    every_row = gather(rows).flatten(0, 1)  # (N, ...), rank by rank
+    """Each rank's rows (B, ...) and their places (B,) among all N -> all rows (N, ...) in order, on every rank. The
+    ranks of a sequence group have the same rows."""
+    every_place = gather(places)[::_ranks_per_image].flatten()  # (N,)
+    every_row = gather(rows)[::_ranks_per_image].flatten(0, 1)  # (N, ...), rank by rank
     in_order = torch.empty_like(every_row)
     in_order[every_place] = every_row
     return in_order

@@ -147,6 +147,9 @@ class SharedArgs:
     shard_ranks: NonNegativeInt = 0
     """ranks that share one copy of the transformer, a shard each; 1: every rank has a copy, which needs more memory and
     gathers no weights. 0: 1 on GPUs where a LoRA's base fits so, otherwise all ranks of a node"""
+    ranks_per_image: PositiveInt = 1
+    """ranks that compute an image or video together, a part of its tokens each (Ulysses), where one of them does not
+    fit on a GPU; needs --rollout local, and FLUX.1, FLUX.2-klein, Qwen-Image or Wan (docs/models.md)"""
     image_size: Annotated[tuple[int, int], Bound(at_least=1)] = (32, 96)
     """height and width of images in pixels"""
     num_frames: PositiveInt = 1

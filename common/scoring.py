@@ -50,7 +50,15 @@ from contextlib import suppress
 from typing import Any
 
 from common.data import PromptSet, Redrawn
-from common.distributed import failing_together, gather_groups, gather_objects, use_own_gpu
+from common.distributed import (
+    data_rank,
+    failing_together,
+    gather_groups,
+    gather_objects,
+    ranks_per_image,
+    sequence_rank,
+    use_own_gpu,
+)
 from common.errors import RolloutError, RunError, reason, truncate
 from common.images import as_images
 from common.process import print_message
@@ -125,7 +133,9 @@ class Scorer:
         added = {self.new[row]: image for row, image in zip(rows, images, strict=True) if row < len(self.new)}
         for row, image in added.items():
             self.images[row] = image
-        self.finished.put((list(added), list(added.values())))
+        # only one score of an image counts, as a judge may not give it twice: that of a sequence group's first rank
+        if ranks_per_image() == 1 or sequence_rank() == 0:
+            self.finished.put((list(added), list(added.values())))
 
     def scores(self, places: Sequence[int] | torch.Tensor | None = None, group_size: int = 0) -> torch.Tensor:
         """Wait for all scores: (B, R) in fp64, a column for each reward, in their order; NaN as in score_images.
@@ -146,6 +156,9 @@ class Scorer:
             missing = sum(image is None for image in self.images)
             if missing:
                 raise RunError(f"{missing} of {len(self.images)} images were never handed to the rewards")
+        if ranks_per_image() > 1 and not alone:
+            of_ranks = gather_objects((self.scored, self.details) if sequence_rank() == 0 else None)
+            self.scored, self.details = of_ranks[data_rank() * ranks_per_image()] or (self.scored, self.details)
         of_groups = {name: function for name, function in self.rewards.items() if name not in self.early}
         if of_groups:
             own_places = list(range(len(self.images))) if places is None else torch.as_tensor(places).tolist()

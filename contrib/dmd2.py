@@ -141,7 +141,9 @@ def check(args: Args) -> Args:
     low, high = args.noise_range
     if low >= high:
         raise ValueError(f"--noise_range {low:g} {high:g}: the first must be smaller")
-    micro_batch_size = fit_micro_batch(args.num_prompts, 1, args.micro_batch_size, "--num_prompts")
+    micro_batch_size = fit_micro_batch(
+        args.num_prompts, 1, args.micro_batch_size, "--num_prompts", ranks_per_image=args.ranks_per_image
+    )
     return replace(args, micro_batch_size=micro_batch_size)
 
 
@@ -580,7 +582,7 @@ def load(args: Args, run: Run, model: Family, optimizers: dict[str, AdamW], samp
 
 # ==== 12 MAIN =========================================================================================================
 def main(args: Args, inputs: Inputs) -> None:
-    device = setup_distributed(args.shard_ranks)
+    device = setup_distributed(args.shard_ranks, args.ranks_per_image)
     args = choose_sizes(args, inputs, workload(args))  # what fits, where an option is 0; rank and alpha of --lora_path
     run = Run(args, inputs.all_rewards, script=__file__, checkpoint=inputs.checkpoint, workload=workload(args))
     model = load_policy(args, inputs, device)

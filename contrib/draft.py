@@ -129,7 +129,9 @@ def check(args: Args) -> Args:
     """Refuse options that cannot work together. Returns them with the micro-batch that a rank has."""
     if args.eval_only:  # no mini-batches are cut
         return args
-    micro_batch_size = fit_micro_batch(args.num_prompts, 1, args.micro_batch_size, "--num_prompts")
+    micro_batch_size = fit_micro_batch(
+        args.num_prompts, 1, args.micro_batch_size, "--num_prompts", ranks_per_image=args.ranks_per_image
+    )
     num_steps = args.num_inference_steps
     if args.method == "draft" and args.gradient_steps > num_steps:
         raise ValueError(f"--gradient_steps {args.gradient_steps}: at most --num_inference_steps, {num_steps}")
@@ -492,7 +494,7 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
 
 # ==== 12 MAIN =========================================================================================================
 def main(args: Args, inputs: Inputs) -> None:
-    device = setup_distributed(args.shard_ranks)
+    device = setup_distributed(args.shard_ranks, args.ranks_per_image)
     args = choose_sizes(args, inputs, workload(args))  # what fits, where an option is 0; rank and alpha of --lora_path
     run = Run(args, inputs.all_rewards, script=__file__, checkpoint=inputs.checkpoint, workload=workload(args))
     model, parameters = load_policy(args, inputs, device)

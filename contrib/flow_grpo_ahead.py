@@ -164,7 +164,9 @@ def check(args: Args) -> Args:
         why = "the next step's prompts are drawn before this step's are scored"
         raise ValueError(f"--curriculum {args.curriculum}: {why}: run flow_grpo.py")
     num_images = args.num_prompts * args.group_size
-    micro_batch_size = fit_micro_batch(num_images, args.updates_per_rollout, args.micro_batch_size)
+    micro_batch_size = fit_micro_batch(
+        num_images, args.updates_per_rollout, args.micro_batch_size, ranks_per_image=args.ranks_per_image
+    )
     if args.sde_window_size:
         check_window(args.sde_window_range, args.sde_window_size, args.num_inference_steps)
     sums_advantages = len(args.reward) > 1 and args.multi_objective_aggregation == "normalize_then_sum"
@@ -748,7 +750,7 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
 
 # ==== 12 MAIN =========================================================================================================
 def main(args: Args, inputs: Inputs) -> None:
-    device = setup_distributed(args.shard_ranks)
+    device = setup_distributed(args.shard_ranks, args.ranks_per_image)
     args = choose_sizes(args, inputs, workload(args))  # what fits, where an option is 0; rank and alpha of --lora_path
     run = Run(args, inputs.all_rewards, script=__file__, checkpoint=inputs.checkpoint, workload=workload(args))
     engine = start_engine(args, run.folder, device)  # it loads while the policy does

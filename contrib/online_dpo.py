@@ -124,7 +124,13 @@ def check(args: Args) -> Args:
     if args.eval_only:  # no mini-batches are cut
         return args
     num_images = args.num_prompts * 2
-    micro_batch_size = fit_micro_batch(num_images, args.updates_per_rollout, args.micro_batch_size, "--num_prompts x 2")
+    micro_batch_size = fit_micro_batch(
+        num_images,
+        args.updates_per_rollout,
+        args.micro_batch_size,
+        "--num_prompts x 2",
+        ranks_per_image=args.ranks_per_image,
+    )
     if micro_batch_size % 2 or not micro_batch_size:
         told = f"a rank's passes have {micro_batch_size} images, and must hold whole pairs"
         raise ValueError(f"--micro_batch_size {args.micro_batch_size}: {told}")
@@ -601,7 +607,7 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
 
 # ==== 12 MAIN =========================================================================================================
 def main(args: Args, inputs: Inputs) -> None:
-    device = setup_distributed(args.shard_ranks)
+    device = setup_distributed(args.shard_ranks, args.ranks_per_image)
     args = choose_sizes(args, inputs, workload(args))  # what fits, where an option is 0; rank and alpha of --lora_path
     run = Run(args, inputs.all_rewards, script=__file__, checkpoint=inputs.checkpoint, workload=workload(args))
     engine = start_engine(args, run.folder, device)  # it loads while the policy does

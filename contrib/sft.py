@@ -149,7 +149,9 @@ def check(args: Args) -> Args:
     for name in ("train_prompts", "train_shares"):
         if getattr(args, name) != getattr(Args, name):
             raise ValueError(f"--{name}: is not read here; --records has what is trained on")
-    micro_batch_size = fit_micro_batch(args.num_records, 1, args.micro_batch_size, "--num_records")
+    micro_batch_size = fit_micro_batch(
+        args.num_records, 1, args.micro_batch_size, "--num_records", ranks_per_image=args.ranks_per_image
+    )
     return replace(args, micro_batch_size=micro_batch_size)
 
 
@@ -497,7 +499,7 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
 
 # ==== 12 MAIN =========================================================================================================
 def main(args: Args, inputs: Inputs) -> None:
-    device = setup_distributed(args.shard_ranks)
+    device = setup_distributed(args.shard_ranks, args.ranks_per_image)
     args = choose_sizes(args, inputs, workload(args))  # what fits, where an option is 0; rank and alpha of --lora_path
     run = Run(args, inputs.all_rewards, script=__file__, checkpoint=inputs.checkpoint, workload=workload(args))
     model, parameters = load_policy(args, inputs, device)

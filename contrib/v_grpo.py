@@ -130,10 +130,14 @@ def check(args: Args) -> Args:
     if args.eval_only:  # no mini-batches are cut
         return args
     num_images = args.num_prompts * args.group_size
-    fit_micro_batch(num_images, args.updates_per_rollout, 0)  # mini-batches are of whole images
+    fit_micro_batch(
+        num_images, args.updates_per_rollout, 0, ranks_per_image=args.ranks_per_image
+    )  # mini-batches are of whole images
     counted = "--num_prompts x --group_size x --pairs_per_prompt"
     num_samples = num_images * args.pairs_per_prompt
-    micro_batch_size = fit_micro_batch(num_samples, args.updates_per_rollout, args.micro_batch_size, counted)
+    micro_batch_size = fit_micro_batch(
+        num_samples, args.updates_per_rollout, args.micro_batch_size, counted, ranks_per_image=args.ranks_per_image
+    )
     if micro_batch_size % args.pairs_per_prompt or not micro_batch_size:
         wanted = f"must be a multiple of --pairs_per_prompt {args.pairs_per_prompt}"
         raise ValueError(f"--micro_batch_size {micro_batch_size}: {wanted}, as a pass has all pairs of its images")
@@ -583,7 +587,7 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
 
 # ==== 12 MAIN =========================================================================================================
 def main(args: Args, inputs: Inputs) -> None:
-    device = setup_distributed(args.shard_ranks)
+    device = setup_distributed(args.shard_ranks, args.ranks_per_image)
     args = choose_sizes(args, inputs, workload(args))  # what fits, where an option is 0; rank and alpha of --lora_path
     run = Run(args, inputs.all_rewards, script=__file__, checkpoint=inputs.checkpoint, workload=workload(args))
     engine = start_engine(args, run.folder, device)  # it loads while the policy does

@@ -45,7 +45,7 @@ from common.rewards import find_reward
 from common.run import parse_args
 from common.run.checks import check_adam_bits, check_lora_modules
 from common.user_code import code_file
-from common.weights import make_lora
+from common.weights import check_ranks_per_image, make_lora
 from common.weights.base_weights import check_base_weights
 
 import torch
@@ -149,6 +149,17 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
     num_sources = count_sources(family.num_sources, prompts[0])
     if num_sources and w.prompt_cache is not None:
         raise ValueError("--prompt_cache: keeps embeddings of texts, and these records have pictures as well")
+    check_ranks_per_image(
+        args.ranks_per_image,
+        family,
+        model=args.model,
+        image_size=args.image_size,
+        num_frames=args.num_frames,
+        max_sequence_length=length,
+        num_sources=num_sources,
+        train_with=args.train_with,
+        chained_steps=w.chained_steps,
+    )
     with error_prefix(f"--model {args.model}", Exception):  # whatever a library raises over a stranger's configs
         dtype, vae_dtype = getattr(torch, w.dtype), getattr(torch, w.vae_dtype)
         blueprint = Blueprint(family, args.model, lora, dtype, num_sources, vae_dtype, fused_norms=device != "cpu")

@@ -192,6 +192,16 @@ class Family(ABC):
         shape."""
         return {"source_latents": (count, *latent_shape)}
 
+    # ---- the tokens that ranks of a sequence group divide, for a transformer with diffusers' `_cp_plan` ----
+    def sequence_lengths(
+        self, latent_shape: tuple[int, ...], max_sequence_length: int, num_sources: int
+    ) -> dict[str, int]:
+        """{option: tokens that it gives} of each sequence that --ranks_per_image divides; {}: it divides none.
+
+        latent_shape: of one image or video. num_sources: source images of a prompt.
+        """
+        return {}
+
     # ---- the velocity, with guidance ----
     def predict_velocity(
         self,

@@ -44,6 +44,12 @@ class Flux(Family):
         )
         return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled_embeds}
 
+    def sequence_lengths(
+        self, latent_shape: tuple[int, ...], max_sequence_length: int, num_sources: int
+    ) -> dict[str, int]:
+        _, h, w = latent_shape
+        return {"--max_sequence_length": max_sequence_length, "--image_size": (1 + num_sources) * (h // 2) * (w // 2)}
+
     def schedule(self, num_inference_steps: int, height: int, width: int, num_frames: int = 1) -> Schedule:
         h, w = height // self.pipe.vae_scale_factor, width // self.pipe.vae_scale_factor
         unshifted = even_sigmas(num_inference_steps)

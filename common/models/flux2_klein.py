@@ -62,6 +62,12 @@ class Flux2Klein(Family):
         embeds, _ = self.pipe.encode_prompt(prompts, device=self.device, max_sequence_length=max_sequence_length)
         return {"prompt_embeds": embeds}
 
+    def sequence_lengths(
+        self, latent_shape: tuple[int, ...], max_sequence_length: int, num_sources: int
+    ) -> dict[str, int]:
+        _, h, w = latent_shape
+        return {"--max_sequence_length": max_sequence_length, "--image_size": (1 + num_sources) * h * w}
+
     def schedule(self, num_inference_steps: int, height: int, width: int, num_frames: int = 1) -> Schedule:
         unit = 2 * self.pipe.vae_scale_factor
         h, w = height // unit, width // unit

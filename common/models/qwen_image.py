@@ -51,6 +51,13 @@ class QwenImage(Family):
         missing = max_sequence_length - embeds.shape[1]
         return {"prompt_embeds": F.pad(embeds, (0, 0, 0, missing)), "prompt_embeds_mask": F.pad(mask, (0, missing))}
 
+    def sequence_lengths(
+        self, latent_shape: tuple[int, ...], max_sequence_length: int, num_sources: int
+    ) -> dict[str, int]:
+        _, h, w = latent_shape
+        of_text = max_sequence_length + num_sources * self.source_tokens
+        return {"--max_sequence_length": of_text, "--image_size": (1 + num_sources) * (h // 2) * (w // 2)}
+
     def schedule(self, num_inference_steps: int, height: int, width: int, num_frames: int = 1) -> Schedule:
         h, w = height // self.pipe.vae_scale_factor, width // self.pipe.vae_scale_factor
         unshifted = even_sigmas(num_inference_steps)

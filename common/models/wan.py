@@ -51,6 +51,14 @@ class Wan(Family):
         )
         return {"prompt_embeds": embeds}
 
+    def sequence_lengths(
+        self, latent_shape: tuple[int, ...], max_sequence_length: int, num_sources: int
+    ) -> dict[str, int]:
+        """Every rank has the whole text, which attention to it reads alone."""
+        _, f, h, w = latent_shape
+        _, rows, columns = self.transformer.config.patch_size
+        return {"--image_size and --num_frames": f * (h // rows) * (w // columns)}
+
     def schedule(self, num_inference_steps: int, height: int, width: int, num_frames: int = 1) -> Schedule:
         f = (num_frames - 1) // self.pipe.vae_scale_factor_temporal + 1
         h = height // self.pipe.vae_scale_factor_spatial

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.data import PromptSet, share_of_rank
-from common.distributed import gather_objects, on_rank_0, with_bar
+from common.distributed import data_rank, data_world_size, gather_objects, on_rank_0, sequence_rank, with_bar
 from common.errors import RunError
 from common.files import atomic_file, remove_stale, writing
 from common.images import save_png
@@ -41,7 +41,7 @@ def rows_to_make(
     options, contents: Run.config and Run.contents. sampling: how the script samples pairs, by any names. A start with
     other values of these, other settings of rewards or contents of what options name does not count: its pairs are
     removed. The ranks sample together, each as many prompts: where they cannot share evenly, some of them another
-    rank's too. A collective.
+    rank's too. Of a sequence group the first rank has them. A collective.
     """
     made_of = {name: digest for name, digest in contents.items() if not name.startswith(("--eval_prompts ", "source "))}
     deciding = {name: options[name] for name in DECIDING} | dict(sampling)
@@ -66,8 +66,8 @@ def rows_to_make(
             f"of {num_prompts} prompts, {num_prompts - len(missing)} made their pairs before the run was interrupted"
         )
     share = share_of_rank(len(missing)) if missing else []
-    own = range(dist.get_rank(), len(missing), dist.get_world_size())
-    rows = [(missing[place], i < len(own)) for i, place in enumerate(share)]
+    own = range(data_rank(), len(missing), data_world_size())
+    rows = [(missing[place], i < len(own) and sequence_rank() == 0) for i, place in enumerate(share)]
     return with_bar(rows, "making pairs", len(share), together=True)
 
 

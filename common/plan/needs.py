@@ -68,6 +68,7 @@ class PlannedRun(Workload):
     ranks_here: int = 1
     """ranks of a node"""
     shard_ranks: int = 0
+    ranks_per_image: int = 1
 
     @property
     def sampling_batch_images(self) -> int:
@@ -100,12 +101,17 @@ class PlannedRun(Workload):
         return may_gather and self.shards > 1 and not self.has_engine
 
     @property
+    def sequence_groups(self) -> int:
+        """Among how many groups of ranks the images are divided."""
+        return self.ranks // self.ranks_per_image
+
+    @property
     def images_of_a_rank(self) -> int:
-        return -(-self.num_images // self.ranks)
+        return -(-self.num_images // self.sequence_groups)
 
     @property
     def trained_images_of_a_rank(self) -> int:
-        return -(-self.num_trained_images // self.ranks)
+        return -(-self.num_trained_images // self.sequence_groups)
 
 
 def planned_run(
@@ -121,7 +127,10 @@ def planned_run(
 
 
 class Costs(NamedTuple):
-    """The Cost of each kind of pass of a Workload, for one image except where stated."""
+    """What each kind of pass of a Workload costs a rank, for one image except where stated.
+
+    The ranks of a sequence group share the transformer's passes evenly. Each of them decodes whole images.
+    """
 
     sampling: Cost  # a sampling step
     forward: Cost  # a trained pass, but without gradient: that of a policy which only acts
@@ -151,9 +160,15 @@ def measure(blueprint: Blueprint, w: PlannedRun) -> Costs:
     if w.trained_guidance != w.guidance_scale:  # offline DPO samples with guidance, and trains without
         forward = blueprint.velocity(*trained)
     training = blueprint.velocity(*trained, train=True, checkpointing=checkpointing)
+    sampling, forward, training = (share_cost(cost, w.ranks_per_image) for cost in (sampling, forward, training))
     decoding = blueprint.decoding(1, *size)
     costs = Costs(sampling, forward, training, decoding=decoding, decoding_batch=decoding)
     return measure_decoding(blueprint, w, costs)
+
+
+def share_cost(cost: Cost, ranks: int) -> Cost:
+    """What one of so many ranks that share a pass has of it."""
+    return Cost(cost.flops // ranks, cost.peak_bytes // ranks)
 
 
 def measure_decoding(blueprint: Blueprint, w: PlannedRun, costs: Costs) -> Costs:
@@ -227,6 +242,8 @@ def pass_parts(blueprint: Blueprint, w: PlannedRun, costs: Costs) -> list[Part]:
     """The trainer's own passes, and what a rank keeps of a rollout."""
     n = w.micro_batch_images
     images = f"{n} image{'s' if n > 1 else ''}"
+    if w.ranks_per_image > 1:
+        images += f", 1/{w.ranks_per_image} of the tokens"
     advice = "lower --micro_batch_size" if n > 1 else "use smaller images"
     to_train = advice
     if "activation_checkpointing" not in w.train_with:
@@ -488,7 +505,7 @@ def work(w: PlannedRun, costs: Costs) -> dict[str, Work]:
     acting = w.acting_epochs * w.acting_passes * costs.forward.flops
     vae = num_trained / w.micro_batch_images * costs.trained_decoding.flops
     phases["update"] = Work(passes * (trained + acting), vae)
-    evaluated = -(-w.num_eval_images // w.ranks)
+    evaluated = -(-w.num_eval_images // w.sequence_groups)
     sampled = evaluated * w.eval_num_inference_steps * costs.sampling.flops
     phases["evaluation"] = Work(sampled, evaluated * costs.decoding.flops)
     return phases

@@ -19,7 +19,7 @@ from common.rewards import try_rewards
 from common.run.inputs import Inputs
 from common.scoring import offload_rewards
 from common.user_code import code_file
-from common.weights import LoRA, check_modules
+from common.weights import LoRA, check_modules, check_ranks_per_image
 from common.workload import Workload
 
 import torch
@@ -49,6 +49,17 @@ def check_inputs(
         ValueError, RunError: in one line: an option or a record's field that cannot have its effect, or a reward that
             fails on a grey image.
     """
+    check_ranks_per_image(
+        args.ranks_per_image,
+        inputs.family,
+        model=args.model,
+        image_size=args.image_size,
+        num_frames=args.num_frames,
+        max_sequence_length=args.max_sequence_length,
+        num_sources=len(inputs.eval_set.metadata[0].get("image", ())),  # all records have as many (check_sources)
+        train_with=args.train_with,
+        chained_steps=workload.chained_steps,
+    )
     check_weights(args, inputs)
     if "compile" in args.train_with:
         check_compiler("--train_with compile")

@@ -133,6 +133,11 @@ def check_options(args: SharedArgs) -> None:
             raise ValueError("--rollout_correction: needs --rollout vllm and --old_log_prob recompute")
     for name, hint in get_type_hints(type(args), include_extras=True).items():
         _check_bounds(name, getattr(args, name), _bounds(hint))
+    given = f"--ranks_per_image {args.ranks_per_image}"
+    if ranks_of_a_node % args.ranks_per_image:
+        raise ValueError(f"{given}: does not divide the {ranks_of_a_node} ranks of a node")
+    if isinstance(args, EngineArgs) and args.rollout == "vllm" and args.ranks_per_image > 1:
+        raise ValueError(f"{given}: needs --rollout local, as an engine samples with the GPUs of its own rank")
     if args.train_shares and len(args.train_shares) != len(args.train_prompts):
         counts = f"{len(args.train_shares)} shares for {len(args.train_prompts)} files of --train_prompts"
         raise ValueError(f"--train_shares: {counts}; give one for each")

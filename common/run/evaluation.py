@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from common.data import GroupSampler, PromptSet
+from common.distributed import data_rank, data_world_size
 from common.files import source_name, writing
 from common.metrics import detail_metrics, eval_metrics, metrics_by_field, rollout_diversity
 from common.options import EngineArgs, SharedArgs
@@ -17,7 +18,6 @@ from common.scoring import (
 )
 
 import torch
-import torch.distributed as dist
 
 
 def evaluate_samples(
@@ -40,7 +40,7 @@ def evaluate_samples(
     files = scorer.prompt_set.files
     metrics: dict = eval_metrics(scores, scorer.rewards, reward_weights, places, images_per_prompt, files)
     # without the surplus images, which another rank has as well (share_of_rank)
-    is_own = [place % dist.get_world_size() == dist.get_rank() for place in places]
+    is_own = [place % data_world_size() == data_rank() for place in places]
     metrics |= detail_metrics([detail for detail, own in zip(scorer.details, is_own, strict=True) if own], "val")
     if args.eval_by:
         metrics |= metrics_by_field(args.eval_by, scorer, scores, reward_weights, places, images_per_prompt)

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from common.distributed import gather_objects, on_rank_0
+from common.distributed import data_rank, data_world_size, gather_objects, on_rank_0, sequence_rank
 from common.errors import error_prefix
 from common.files import atomic_file, without_nan, writing
 from common.images import as_one_picture, save_png
 from common.rollout import Images
 
-import torch.distributed as dist
 from PIL import Image, ImageDraw, ImageFont
 
 WATCHED = ("val/diversity", "val/drift_from_base")
@@ -170,7 +169,8 @@ def save_samples(
     samples: dict = {}  # by place: the record and, where it is shown, the picture
     files: dict[Path, Image.Image | list[Image.Image]] = {}
     for place, image, record in zip(places, images, records, strict=True):
-        if not has_surplus or place % dist.get_world_size() == dist.get_rank():
+        is_own = not has_surplus or place % data_world_size() == data_rank()
+        if is_own and sequence_rank() == 0:  # for its sequence group, whose ranks have the same images
             path = folder / f"{place:05d}.png"
             files[path] = image
             picture = as_one_picture(image) if place < shown else None

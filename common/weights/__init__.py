@@ -12,6 +12,7 @@ from common.weights.policy import (
     policy_tensors,
     whole,
 )
+from common.weights.sequence import check_ranks_per_image
 from common.weights.sharding import reshard, sampling, units_to_shard
 from common.weights.start import load_policies
 from common.weights.states import load_training_state, training_state
@@ -22,6 +23,7 @@ __all__ = [
     "add_policies",
     "check_attention",
     "check_modules",
+    "check_ranks_per_image",
     "choose_adam_kernel",
     "follow",
     "linear_layers",

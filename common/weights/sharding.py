@@ -10,7 +10,9 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from common.distributed import ranks_per_image
 from common.models import Family, on_device
+from common.weights.sequence import divide_sequence, sequence_mesh
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,15 +27,19 @@ def units_to_shard(
     """Yield the modules that `fully_shard` is called for: each transformer's blocks, by diffusers' list of their
     classes, then the rest of it. A module is made ready when it is yielded.
 
-    That is: activation checkpointing and compiling (--train_with), fp32 for full weights that are trained or averaged,
-    and, where one rank has a whole copy of a LoRA's base, frozen weights that FSDP leaves out (model.unsharded).
+    That is: activation checkpointing and compiling (--train_with), division among the ranks of a sequence group
+    (--ranks_per_image), fp32 for full weights that are trained or averaged, and, where one rank has a whole copy of a
+    LoRA's base, frozen weights that FSDP leaves out (model.unsharded).
     """
     # FSDP would copy and cast all weights in every pass even where a rank has them whole: there it gets the LoRA alone
     lora_alone = model.is_lora and mesh.size(-1) == 1 and "cpu_offload" not in train_with  # one rank to a copy
     if lora_alone:
         keep_frozen_whole(model, dtype)
+    groups = sequence_mesh(mesh.device_type) if ranks_per_image() > 1 else None
     # with a LoRA all policies share one transformer; dict.fromkeys drops the repeats, in one order on all ranks
     for transformer in dict.fromkeys(model.policies.values()):
+        if groups:
+            divide_sequence(transformer, groups)
         if "activation_checkpointing" in train_with:
             transformer.enable_gradient_checkpointing()
         blocks = [m for m in transformer.modules() if type(m).__name__ in transformer._no_split_modules]

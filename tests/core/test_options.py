@@ -57,7 +57,7 @@ OPTIONS_BY_BOUND = {
     "at least 0": """max_minutes shard_ranks save_every lora_rank
         save_rollouts weight_decay max_prompts engine_devices reward_frames sde_window_size kl_coef num_steps
         learning_rate micro_batch_size rollout_batch_size""",
-    "at least 1": """keep_checkpoints image_size num_frames max_sequence_length lora_alpha eval_every
+    "at least 1": """keep_checkpoints ranks_per_image image_size num_frames max_sequence_length lora_alpha eval_every
         eval_num_inference_steps eval_guidance_scale guidance_scale_2 eval_images_per_prompt
         num_prompts guidance_scale updates_per_rollout max_rollouts
         epochs_per_rollout iters_per_group update_interval num_pair_prompts num_pairs profile_steps train_shares""",

@@ -205,14 +205,17 @@ def test_sizes_that_do_not_divide(sizes):
 
 
 @pytest.mark.parametrize("total", [1, 6, 7])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_share_is_as_large_on_every_rank_and_gathered_in_order(monkeypatch, total, world_size):
+@pytest.mark.parametrize(("world_size", "ranks_per_image"), [(1, 1), (2, 1), (4, 1), (4, 2), (6, 3)])
+def test_a_share_is_as_large_on_every_rank_and_gathered_in_order(monkeypatch, total, world_size, ranks_per_image):
+    """The ranks of a sequence group have the same share."""
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: world_size)
+    monkeypatch.setattr("common.distributed._ranks_per_image", ranks_per_image)
     shares = []
     for rank in range(world_size):
         monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
         shares.append(share_of_rank(total))
-    assert {len(share) for share in shares} == {-(-total // world_size)}
+    assert {len(share) for share in shares} == {-(-total // (world_size // ranks_per_image))}
+    assert all(shares[rank] == shares[rank - rank % ranks_per_image] for rank in range(world_size))
     assert set(sum(shares, [])) == set(range(total))
     rows = torch.tensor(shares)[..., None] * torch.tensor([1, 10])  # (world size, B, 2)
     monkeypatch.setattr("common.data.gather", lambda tensor: rows)

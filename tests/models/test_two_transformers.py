@@ -191,13 +191,15 @@ def test_both_transformers_train_and_resume(checkpoint, tmp_path):
 
 
 def test_ranks_whose_rows_need_other_transformers_train_as_one_does(checkpoint, tmp_path):
-    """DiffusionNFT's images have timesteps of their own, and each rank passes one image at a time."""
+    """DiffusionNFT's images have timesteps of their own, and each rank passes one image at a time; or two ranks
+    pass it together."""
     options = [*options_of(tmp_path, checkpoint("wan_a14b")), *TINY[:6], "--num_inference_steps", 3]
     options += ["--micro_batch_size", 1, "--num_steps", 2]
     torchrun(tmp_path, "diffusion_nft.py", *options, "--name", "one")
-    torchrun(tmp_path, "diffusion_nft.py", *options, "--name", "two", "--shard_ranks", 2, nproc=2)
-    one, two = (read_metrics(tmp_path / "runs" / name)[1:] for name in ("one", "two"))
-    for mine, theirs in zip(one, two, strict=True):
+    torchrun(tmp_path, "diffusion_nft.py", *options, "--name", "two", nproc=2)
+    torchrun(tmp_path, "diffusion_nft.py", *options, "--name", "together", "--ranks_per_image", 2, nproc=2)
+    one, two, together = (read_metrics(tmp_path / "runs" / name)[1:] for name in ("one", "two", "together"))
+    for mine, theirs in zip(one + one, two + together, strict=True):
         for name in ("critic/rewards/mean", "actor/grad_norm", "actor/loss"):
             assert theirs[name] == pytest.approx(mine[name], rel=1e-3)
 

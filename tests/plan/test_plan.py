@@ -301,6 +301,23 @@ def test_work_and_seconds(monkeypatch):
 
 
 @pytest.mark.fast
+def test_ranks_that_share_images_have_more_of_them_and_a_part_of_each_pass():
+    """Of four ranks, groups of two: a rank has twice as many images, half of their passes, and decodes all of them."""
+    blueprint = blueprint_of(EMBEDDED, 4, torch.float32)
+    alone, shared = replace(SMALL, ranks=4), replace(SMALL, ranks=4, ranks_per_image=2)
+    assert (alone.images_of_a_rank, shared.images_of_a_rank, shared.trained_images_of_a_rank) == (2, 4, 4)
+    costs, half = needs.measure(blueprint, alone), needs.measure(blueprint, shared)
+    for kind in ("sampling", "forward", "training"):
+        whole = getattr(costs, kind)
+        assert getattr(half, kind) == Cost(whole.flops // 2, whole.peak_bytes // 2)
+    assert half.decoding == costs.decoding
+    of_alone, of_shared = needs.work(alone, costs), needs.work(shared, half)
+    for phase in ("rollout", "update", "evaluation"):
+        assert of_shared[phase].transformer == pytest.approx(of_alone[phase].transformer)
+    assert of_shared["rollout"].vae == 2 * of_alone["rollout"].vae
+
+
+@pytest.mark.fast
 def test_an_engine_beside_its_rank_and_on_a_gpu_of_its_own():
     """It decodes its whole batch at once where that is a few pixels, and otherwise image by image. It is pushed a LoRA,
     and answers for each of a rank's 4 images: latents of 8 x 8 x 24 at 4 times and 2 means, and 32 x 96 pixels."""
