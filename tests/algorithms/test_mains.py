@@ -59,6 +59,9 @@ PAIRS = [(TRAIN[n % 3], *torch.randn(2, 1, 4, generator=torch.Generator().manual
 Loop = Callable[[Run], Expected]
 ratios, noised = by_hand.run_of_ratios, by_hand.run_of_noised
 DMD2: dict[str, Any] = {"teacher_guidance": 3.0, "fake_updates": 2, "fake_learning_rate": 0.02}
+TDM_R1: dict[str, Any] = {"teacher_guidance": 3.0, "surrogate_guidance": 2.0, "surrogate_share": 0.6}
+TDM_R1 |= {"surrogate_level": 0.3, "max_deviation": 1e-4, "fake_updates": 2, "fake_learning_rate": 0.02}
+TDM_R1 |= {"surrogate_updates": 2, "surrogate_learning_rate": 0.04}
 PARTED: dict[str, Any] = {"first_noise": "branch", "images_of_noise": 2}
 CASES: dict[str, tuple[dict[str, Any], Loop]] = {
     "flow_grpo.py": (RATIOS, lambda run: ratios(run, by_hand.flow_grpo_loss)),
@@ -100,13 +103,20 @@ CASES: dict[str, tuple[dict[str, Any], Loop]] = {
         GUIDED | {"num_records": 8, "caption_dropout": 0.4, "loss_weighting": "cosmap"},
         lambda run: by_hand.run_of_records(run, [pair[:2] for pair in PAIRS], num_records=8, caption_dropout=0.4),
     ),
+    "contrib/tdm_r1.py": (
+        GUIDED
+        | {"num_prompts": 2, "group_size": 4, "num_inference_steps": 4, "micro_batch_size": 4, "adv_clip_max": 1.2}
+        | TDM_R1
+        | {"kl_coef": 5.0, "dpo_beta": 20.0, "noise_range": "0.1 0.9"},
+        lambda run: by_hand.run_of_tdm_r1(run, **TDM_R1, noise_range=(0.1, 0.9)),
+    ),
     "contrib/tempflow_grpo.py": (
         RATIOS | {"branches_per_seed": 2, "weight_scale": 2.25},
         lambda run: ratios(run, by_hand.tempflow_loss, **PARTED),
     ),
 }
 OFFLINE = ("dpo_offline.py", "contrib/sft.py")  # without a rollout
-WITHOUT_REWARD = (*OFFLINE, "contrib/dmd2.py")  # in training, and without an engine
+WITHOUT_ENGINE = (*OFFLINE, "contrib/dmd2.py", "contrib/tdm_r1.py")  # which learn without a reward's differences, too
 # of contrib/, whose loops are not written by hand
 OTHERS: dict[str, dict[str, Any]] = {
     "contrib/crd.py": NOISED | {"updates_per_rollout": 1, "micro_batch_size": 4},  # of whole groups
@@ -249,7 +259,7 @@ def test_a_run_is_that_by_hand(script, tmp_path, expected):
     assert not (tmp_path / "runs" / "only" / "best_adapter").exists()
 
 
-@pytest.mark.parametrize("script", [script for script in CASES if script not in WITHOUT_REWARD])
+@pytest.mark.parametrize("script", [script for script in CASES if script not in WITHOUT_ENGINE])
 def test_with_nothing_to_learn_no_weight_moves(script, tmp_path, start):
     """Not by AdamW's decay either: a gradient of 0 is no optimizer step."""
     options = options_of(script, tmp_path, name="run", num_steps=1, reward=constant_reward(tmp_path))
@@ -315,7 +325,7 @@ class EngineByHand:
         self.is_open = False
 
 
-@pytest.mark.parametrize("script", [script for script in CASES if script not in WITHOUT_REWARD])
+@pytest.mark.parametrize("script", [script for script in CASES if script not in WITHOUT_ENGINE])
 def test_a_run_with_an_engine_is_that_by_hand(script, tmp_path, monkeypatch, start):
     """Its samples are weighted by --rollout_correction, where a script has that."""
     monkeypatch.setattr(client, "VLLMEngine", EngineByHand)
@@ -370,6 +380,6 @@ def test_another_run_trains_resumes_and_closes_its_engine(script, rollout, tmp_p
 
 @pytest.mark.parametrize("script", CASES)
 def test_a_run_on_two_ranks_is_that_by_hand(script, tmp_path, expected):
-    size = 4 if script == "contrib/dgpo.py" else 1
+    size = 4 if script in ("contrib/dgpo.py", "contrib/tdm_r1.py") else 1
     torchrun(tmp_path, script, *options_of(script, tmp_path, name="run", micro_batch_size=size), nproc=2)
     assert_ends_as(tmp_path / "runs" / "run", expected(script), num_images=8)

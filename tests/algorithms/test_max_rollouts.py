@@ -26,7 +26,8 @@ pytestmark = pytest.mark.fast
 PROMPTS = ["-0.5 1 0", "1 0.5 2", "0.75 -1 2", "1 1 0", "-1 0.5 2", "0.5 0.5 0", "0.3 1 0", "0.25 -1 0"]
 # of each step: the prompt's place in the list, and the rollout in the step that made its images
 GROUPS = [[(0, 0), (3, 2)], [(6, 1), (5, 0)], [(7, 0), (0, 0)]]
-WITHOUT = ("dpo_offline.py", "contrib/dmd2.py", "contrib/sft.py", "contrib/flow_grpo_ahead.py")  # no groups, or refused
+# no groups, or refused
+WITHOUT = ("dpo_offline.py", "contrib/dmd2.py", "contrib/sft.py", "contrib/tdm_r1.py", "contrib/flow_grpo_ahead.py")
 SCRIPTS = [script for script in [*CASES, *OTHERS] if script not in WITHOUT]
 NUM_IMAGES = 8  # of a step, four of each prompt
 
