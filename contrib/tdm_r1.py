@@ -28,7 +28,8 @@ N = num_prompts * group_size images; a micro-batch has b. An image takes T sampl
 Parent: contrib/dmd2.py
 
 The formulas are those of scripts/train_tdmr1_pub.py of the authors' code (Luo-Yihong/TDM-R1 at 1ee7d9f2, which names no
-licence), read and not copied; of the paper we could read the abstract alone. Where it departs from that code:
+licence), read and not copied; of the paper we could read the abstract alone. Where it departs from that code
+(docs/contrib.md has the smaller things, and what notes on the paper say):
   - The student's and the fake score's step is drawn for each image, and the surrogate's for each prompt; theirs are two
     of four for all images. Levels are drawn as the steps are, from noise_range of what is above a step's end.
   - The surrogate's loss has no gradient for an image on which it has gone max_deviation from the teacher, as its
