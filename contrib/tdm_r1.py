@@ -113,7 +113,7 @@ class Args(SharedArgs):  # and the shared options, in common/options.py; parse_a
     contrib/dmd2.py, where --model is the teacher; None: the student begins as the teacher. A LoRA's is --lora_path"""
 
     # ---- rollout
-    num_prompts: PositiveInt = 16
+    num_prompts: PositiveInt = 8
     """prompts per training step, over all ranks"""
     group_size: Annotated[int, Bound(at_least=2)] = 8
     """images per prompt, at least 2: the reward of each is compared with the group's mean (TDM-R1: 24)"""
@@ -126,9 +126,9 @@ class Args(SharedArgs):  # and the shared options, in common/options.py; parse_a
     embedding"""
 
     # ---- algorithm
-    teacher_guidance: Annotated[float, Bound(at_least=1)] = 4.0
+    teacher_guidance: Annotated[float, Bound(at_least=1)] = 2.0
     """the teacher's guidance, which the student learns to do without (TDM-R1: 4.5)"""
-    surrogate_guidance: Annotated[float, Bound(at_least=1)] = 4.0
+    surrogate_guidance: Annotated[float, Bound(at_least=1)] = 2.0
     """the surrogate's guidance, as the student asks it (TDM-R1: 2.5 to 4.5)"""
     surrogate_share: Annotated[float, Bound(at_least=0, at_most=1)] = 0.7
     """factor of the surrogate's direction in the student's loss; that of the teacher's guidance is 1 minus this. 0:
@@ -144,13 +144,13 @@ class Args(SharedArgs):  # and the shared options, in common/options.py; parse_a
     """an image on which that distance is larger than this is no longer learned from, where the error has moved as its
     advantage wants"""
     surrogate_updates: PositiveInt = 1
-    """updates of the surrogate in a training step"""
+    """updates of the surrogate in a training step (TDM-R1: 1)"""
     surrogate_learning_rate: NonNegativeFloat = 1e-3
-    """constant learning rate of the surrogate's AdamW (TDM-R1: 4 times the student's)"""
-    fake_updates: PositiveInt = 1
-    """updates of the fake score in a training step"""
+    """constant learning rate of the surrogate's AdamW (TDM-R1: 3e-4)"""
+    fake_updates: PositiveInt = 2
+    """updates of the fake score in a training step (TDM-R1: 1)"""
     fake_learning_rate: NonNegativeFloat = 1e-3
-    """constant learning rate of the fake score's AdamW (TDM-R1: 4 times the student's)"""
+    """constant learning rate of the fake score's AdamW (TDM-R1: 3e-4)"""
     noise_range: Annotated[tuple[float, float], Bound(above=0, at_most=1)] = (0.02, 0.98)
     """a step's end is noised to a level between these shares of what is above it, drawn evenly, of which the model's
     own scheduler then makes what it does when it samples"""
@@ -163,12 +163,12 @@ class Args(SharedArgs):  # and the shared options, in common/options.py; parse_a
     each reward's own advantages, divided by that sum's deviation over the rollout (GDPO if --scale_rewards is group)"""
 
     # ---- optimization
-    num_steps: NonNegativeInt = 100
+    num_steps: NonNegativeInt = 50
     """training steps of the run, each of them one update of the student"""
     micro_batch_size: NonNegativeInt = 64
     """images per pass on a rank, and per sampling batch; at most what a rank has, and whole groups; 0: what fits on a
     GPU"""
-    learning_rate: NonNegativeFloat = 2.5e-4
+    learning_rate: NonNegativeFloat = 5e-4
     """learning rate of the student's AdamW (TDM-R1: 7.5e-5)"""
 
 

@@ -242,6 +242,7 @@ DIFFERENT_OPTIONS = {
         "fake_updates",
         "fake_learning_rate",
         "noise_range",
+        "num_steps",
         "micro_batch_size",
         "learning_rate",
     },
