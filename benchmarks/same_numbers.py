@@ -50,7 +50,7 @@ from safetensors.torch import load_file, save_file
 ROOT = Path(__file__).parents[1]
 FIVE = ("flow_grpo", "grpo_guard", "mix_grpo", "dpo_offline", "diffusion_nft")
 CONTRIB = ("awm", "crd", "dance_grpo", "dgpo", "diffusion_opd", "dmd2", "draft", "flow_dppo", "flow_grpo_ahead")
-CONTRIB += ("online_dpo", "ram", "sft", "tempflow_grpo", "v_grpo")
+CONTRIB += ("online_dpo", "ram", "sft", "tdm_r1", "tempflow_grpo", "v_grpo")
 SCRIPTS = (*FIVE, *(f"contrib/{name}" for name in CONTRIB))
 KL_COEF = {"diffusion_nft": 1e-4, "dpo_offline": None}  # offline DPO has no such term
 UPDATES = ["--updates_per_rollout", "4", "--learning_rate", "1e-3"]  # of flow_grpo.py as well, as once
@@ -81,6 +81,7 @@ OWN = {  # options of a script alone, or without one of these
     "contrib/online_dpo": f"{ROLLOUT} --kl_coef 0.01",
     "contrib/ram": ROLLOUT,
     "contrib/sft": "--num_records 4 --micro_batch_size 2 --caption_dropout 0.5",  # and records
+    "contrib/tdm_r1": "--num_prompts 2 --group_size 4 --micro_batch_size 4 --fake_updates 2 --surrogate_updates 2",
     "contrib/tempflow_grpo": f"{ROLLOUT} {WINDOW} --kl_coef 0.04 --branches_per_seed 2",
     "contrib/v_grpo": f"{ROLLOUT} --old_kl_coef 0.1 --pairs_per_prompt 2",
 }
@@ -127,7 +128,7 @@ def short_options(script, files):
     if script == "contrib/sft":  # which has no rollout
         at = options.index("--num_inference_steps")
         del options[at : at + 2]
-    if script not in ("dpo_offline", "contrib/dmd2", "contrib/draft", "contrib/sft"):
+    if script not in ("dpo_offline", *(f"contrib/{name}" for name in ("dmd2", "draft", "sft", "tdm_r1"))):
         options += ["--rollout", "vllm" if script == "contrib/flow_grpo_ahead" else "local"]
     return options
 

@@ -31,7 +31,7 @@ PACKAGES = (
     *("numpy", "pillow", "torchao", "vllm", "vllm-omni"),
 )
 # options that name files or folders
-DATA = ("model", "lora_path", "teachers", "train_prompts", "eval_prompts", "pairs", "records")
+DATA = ("model", "lora_path", "student", "teachers", "train_prompts", "eval_prompts", "pairs", "records")
 # of a folder; not its images
 READ = {".json", ".jsonl", ".csv", ".parquet", ".txt", ".safetensors", ".bin", ".pt", ".pth", ".model"}
 PIECE = 2**20  # bytes
@@ -157,8 +157,8 @@ def changed_contents(saved: Contents, now: Contents) -> Iterator[tuple[str, bool
     """(What has other contents than a checkpoint's run had, whether scores depend on it; of ours that is not known)."""
     for name in sorted(saved.keys() & now.keys()):
         if saved[name] != now[name]:
-            of_training = ("--train_prompts", "--pairs", "--records", "--lora_path", "--teachers", "source ")
-            yield name, not name.startswith(of_training)
+            of_training = ("--train_prompts", "--pairs", "--records", "--lora_path", "--student", "--teachers")
+            yield name, not name.startswith((*of_training, "source "))
 
 
 # ---- the record ------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ that transformer with all adapters off. With full weights every policy is a tran
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -38,10 +38,15 @@ class LoRA(NamedTuple):
 
 
 def add_policies(
-    model: Family, lora: LoRA | None, names: Sequence[str], seed: int, trained: Sequence[str] = ("default",)
+    model: Family,
+    lora: LoRA | None,
+    names: Sequence[str],
+    seed: int,
+    trained: Sequence[str] = ("default",),
+    of_base: Collection[str] = (),
 ) -> None:
     """Give `model` the policies `names`, equal at first; `default` is the first of them. The `trained` ones take a
-    gradient where they act.
+    gradient where they act. Those `of_base` begin as the base model, also where the LoRA has tensors to start from.
 
     lora: make_lora's value; None: full weights. seed: of the global generators, and so of a new LoRA's weights, which
     every rank draws alike. A new LoRA needs no `reference`, which is the base model. A LoRA is fp32. Full weights that
@@ -54,7 +59,7 @@ def add_policies(
     if lora and lora.base_weights:
         optional_part("weights.base_weights", "--base_weights").quantise(model, lora.base_weights)
     if lora:
-        _add_adapters(model, lora.config, lora.tensors, names)
+        _add_adapters(model, lora.config, lora.tensors, names, of_base)
     else:
         _copy_transformer(model, names)
     use_policy(model, "default")
@@ -76,14 +81,19 @@ def _copy_transformer(model: Family, names: Sequence[str]) -> None:
 
 
 def _add_adapters(
-    model: Family, lora_config: "LoraConfig", lora_tensors: dict[str, torch.Tensor] | None, names: Sequence[str]
+    model: Family,
+    lora_config: "LoraConfig",
+    lora_tensors: dict[str, torch.Tensor] | None,
+    names: Sequence[str],
+    of_base: Collection[str],
 ) -> None:
-    """Give each policy an adapter of the one transformer: a new one or, where they are given, the `lora_tensors`."""
+    """Give each policy an adapter of the one transformer: a new one or, where they are given, the `lora_tensors`. A new
+    adapter changes nothing, so that policies `of_base` keep theirs."""
     from peft import set_peft_model_state_dict
 
     transformer = model.transformer
     is_new = lora_tensors is None
-    if is_new:
+    if is_new or "reference" in of_base:
         names = [name for name in names if name != "reference"]
     warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several adapters, on purpose
     for name in names:
@@ -99,7 +109,7 @@ def _add_adapters(
     fuse_lora(transformer)
     model.policies = dict.fromkeys(names, transformer)
     for name in names:
-        if name != "default":
+        if name != "default" and (is_new or name not in of_base):
             _move(model, name, 0.0)
 
 

@@ -1,6 +1,6 @@
 """A run's model as it begins: the pipeline, its prompts, and the policies on it."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from common.models import Family, count_long_prompts, load_model, pin_encoders, report_alike_prompts
@@ -20,12 +20,13 @@ def load_policies(
     prompts: list[str],
     device: torch.device,
     trained: Sequence[str] = ("default",),
+    of_base: Collection[str] = (),
 ) -> Family:
     """The pipeline of --model with the policies `names`, equal at first, before they are sharded.
 
-    names: `default` first, peft's name for the trained one. trained: those that have an optimizer. prompts: those that
-    the run can ask for. Too long ones are reported, and so is a model to which several are the same; --prompt_cache is
-    filled with them.
+    names: `default` first, peft's name for the trained one. trained: those that have an optimizer. of_base: those that
+    begin as the model itself, also with --lora_path. prompts: those that the run can ask for. Too long ones are
+    reported, and so is a model to which several are the same; --prompt_cache is filled with them.
     """
     model = load_model(family, args.model, getattr(torch, args.dtype), device, args.vae_dtype)
     if args.base_weights:
@@ -33,7 +34,7 @@ def load_policies(
         optional_part("weights.base_weights", "--base_weights").quantise_encoders(model)
     model.guidance_scale_2 = args.guidance_scale_2
     prepare_prompts(model, prompts, args.max_sequence_length, args.prompt_cache)
-    add_policies(model, lora, names, args.seed, trained)
+    add_policies(model, lora, names, args.seed, trained, of_base)
     use_attention(model, args.attention)  # "native" as well, which switches cuDNN's attention off
     return model
 

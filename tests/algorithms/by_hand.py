@@ -572,3 +572,151 @@ def run_of_dmd2(
             fake_adam.step()
         end_step(metrics | mean_of(updates))
     return run.expected
+
+
+# ---- and a surrogate of the reward -----------------------------------------------------------------------------------
+def run_of_tdm_r1(
+    run: Run,
+    teacher_guidance: float,
+    surrogate_guidance: float,
+    surrogate_share: float,
+    surrogate_level: float,
+    max_deviation: float,
+    fake_updates: int,
+    fake_learning_rate: float,
+    surrogate_updates: int,
+    surrogate_learning_rate: float,
+    noise_range: tuple[float, float],
+) -> Expected:
+    """Fake score and surrogate begin as the student does, which is the teacher: the base model."""
+    o = run.o
+    low, high = noise_range
+    schedule, sigmas = sigmas_of(1000), sigmas_of(o.num_inference_steps)
+    num_images, size = o.num_prompts * o.group_size, o.group_size
+    run.sampler = run.sampler_of(len(run.train_prompts), o.num_prompts, size)
+    others = {name: tuple(tensor.requires_grad_() for tensor in run.copy()) for name in ("fake", "surrogate")}
+    adam = {"betas": o.adam_betas, "eps": o.adam_eps, "weight_decay": o.weight_decay}
+    rates = {"fake": fake_learning_rate, "surrogate": surrogate_learning_rate}
+    adams = {name: torch.optim.AdamW(policy, lr=rates[name], **adam) for name, policy in others.items()}
+
+    def end_step(metrics: Metrics) -> None:
+        run.end_step(metrics, o.eval_guidance_scale)
+        run.expected.policies[-1] |= {
+            name: tuple(tensor.detach().clone() for tensor in policy) for name, policy in others.items()
+        }
+
+    def step_of(name: str, loss: Tensor) -> float:
+        adams[name].zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(others[name], o.max_grad_norm).item()
+        adams[name].step()
+        return norm
+
+    def generator_of(purpose: str, n: int) -> torch.Generator:
+        return torch.Generator().manual_seed(image_seed(o.seed, purpose, n))
+
+    def noise(purpose: str, owners: list[int], ends: list[float]) -> tuple[Tensor, Tensor]:
+        """Levels (n, 1) above the ends, (1 - place)^1.5 in the schedule, read between its two nearest; and noise."""
+        levels, eps = [], []
+        for owner, end in zip(owners, ends, strict=True):
+            generator = generator_of(purpose, owner)
+            below = max(i for i, sigma in enumerate(schedule) if sigma >= end)
+            after = min(below + 1, 1000)
+            step = schedule[below] - schedule[after]
+            start = (below + ((schedule[below] - end) / step if step else 0)) / 1000  # 0 at sigma 1, and 1 at 0
+            place = 1000 * start * (1 - low - (high - low) * torch.rand((), generator=generator).item())
+            i = int(place)
+            levels.append([schedule[i] + (place - i) * (schedule[i + 1] - schedule[i])])
+            eps.append(torch.randn(1, 4, generator=generator).double())
+        return torch.tensor(levels, dtype=torch.float64), torch.cat(eps)
+
+    def noised_on(x: Tensor, ends: list[float], s: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
+        """x at level s, and its derivative by s, from dual numbers."""
+        e = torch.tensor(ends, dtype=torch.float64)[:, None]
+
+        def at(level: Tensor) -> Tensor:
+            a = (1 - level) / (1 - e)
+            return a * x + (level**2 - (a * e) ** 2).sqrt() * eps
+
+        return torch.func.jvp(at, (s,), (torch.ones_like(s),))
+
+    end_step({})
+    for number in range(1, o.num_steps + 1):
+        prompts = run.draw()
+        c = codes(prompts)
+        x = torch.cat([noise_of(image_seed(o.seed, number, n)) for n in range(num_images)])
+        path = [x]
+        for i in range(o.num_inference_steps):
+            path.append(run.ode(run.copy(), path[-1], c, sigmas[i : i + 2], o.guidance_scale))
+        scores = [closeness_of(row, prompt) for row, prompt in zip(path[-1].tolist(), prompts, strict=True)]
+        advantages = advantages_of(o, scores)
+        metrics = rollout_metrics(o, scores, advantages)
+
+        def v_of(policy: Policy | None, x: Tensor, s: Tensor, scale: float = o.guidance_scale, c: Tensor = c) -> Tensor:
+            return velocity(o, policy, x, s[:, 0], c, scale)
+
+        chosen = [
+            torch.randint(o.num_inference_steps, (1,), generator=generator_of(f"{number} step", n)).item()
+            for n in range(num_images)
+        ]
+        x, x_end = (torch.stack([path[i + after][n] for n, i in enumerate(chosen)]) for after in (0, 1))
+        s = torch.tensor([[sigmas[i]] for i in chosen], dtype=torch.float64)
+        ends = [sigmas[i + 1] for i in chosen]
+        x0 = x - s * v_of(run.copy(), x, s)
+        rows = []
+        for k in range(fake_updates):
+            level, eps = noise(f"{number} fake {k}", list(range(num_images)), ends)
+            x_s, _ = noised_on(x_end, ends, level, eps)
+            loss = ((x_s - level * v_of(others["fake"], x_s, level) - x0) ** 2 / level**2).mean()
+            rows.append({"actor/fake_loss": loss.item(), "actor/fake_grad_norm": step_of("fake", loss)})
+        metrics |= mean_of(rows)
+        rows = []
+        for k in range(surrogate_updates):
+            owners = [n // size for n in range(num_images)]
+            generators = [generator_of(f"{number} surrogate {k} step", owner) for owner in owners]
+            weights = torch.arange(1.0, o.num_inference_steps + 1)
+            steps = [torch.multinomial(weights, 1, generator=generator).item() for generator in generators]
+            own_ends = [sigmas[i + 1] for i in steps]
+            of_step = torch.stack([path[i + 1][n] for n, i in enumerate(steps)])
+            raised = [max(end, surrogate_level) for end in own_ends]
+            level, eps = noise(f"{number} surrogate {k}", owners, raised)
+            x_s, towards = noised_on(of_step, own_ends, level, eps)
+            v, v_ref = v_of(others["surrogate"], x_s, level), v_of(None, x_s, level)
+            error, ref_error = (((w - towards) ** 2).mean(1) for w in (v, v_ref))
+            deviation = ((v - v_ref) ** 2).mean(1)
+            terms, margins = [], []
+            for first in range(0, num_images, size):
+                logit = 0.0
+                for n in range(first, first + size):
+                    gained = ref_error[n] - error[n]
+                    if deviation[n] > max_deviation and gained * (1 if advantages[n] > 0 else -1) > 0:
+                        gained = gained.detach()
+                    logit = logit + o.dpo_beta / size * advantages[n] * gained
+                share = (steps[first] + 1) / o.num_inference_steps
+                preference = torch.log1p((-logit).exp()) / o.dpo_beta
+                terms.append(share * (preference + o.kl_coef * deviation[first : first + size].mean()))
+                margins.append(logit.item())
+            loss = sum(terms) / len(terms)
+            row = {"surrogate/loss": loss.item(), "surrogate/margin": sum(margins) / len(margins)}
+            row["surrogate/deviation"] = deviation.mean().item()
+            rows.append(row | {"surrogate/grad_norm": step_of("surrogate", loss)})
+        metrics |= mean_of(rows)
+
+        def look(policy: Policy | None, x_s: Tensor, s: Tensor, scale: float, v_of: Any = v_of) -> Tensor:
+            return (x_s - s * v_of(policy, x_s, s, scale)).detach()
+
+        level, eps = noise(f"{number} update", list(range(num_images)), ends)
+        x_s, _ = noised_on(x_end, ends, level, eps)
+        fake = look(others["fake"], x_s, level, o.guidance_scale)
+        plain, guided = (look(None, x_s, level, scale) for scale in (o.guidance_scale, teacher_guidance))
+        level, eps = noise(f"{number} reward", list(range(num_images)), [max(end, surrogate_level) for end in ends])
+        x_s, _ = noised_on(x_end, ends, level, eps)
+        liked = look(others["surrogate"], x_s, level, surrogate_guidance)
+        there = look(None, x_s, level, o.guidance_scale)
+        far, far_there = ((x0 - image).abs().mean(1, keepdim=True) for image in (guided, liked))
+        direction = (plain - fake + (1 - surrogate_share) * (guided - plain)) / far
+        direction = direction + surrogate_share * (liked - there) / far_there
+        student = x - s * v_of(run.trained, x, s)
+        metrics |= run.optimizer_step(-(direction * student).mean(), o.num_steps)
+        end_step(metrics | {"actor/loss": (direction**2).mean().item() / 2})
+    return run.expected

@@ -72,6 +72,7 @@ PARENTS = {
     "contrib/online_dpo.py": "contrib/dgpo.py",
     "contrib/ram.py": "diffusion_nft.py",
     "contrib/sft.py": "dpo_offline.py",
+    "contrib/tdm_r1.py": "contrib/dmd2.py",
     "contrib/tempflow_grpo.py": "flow_grpo.py",
     "contrib/v_grpo.py": "contrib/awm.py",
 }
@@ -166,6 +167,25 @@ DIFFERENT = {
         "evaluate",
         "main",
     },
+    "contrib/tdm_r1.py": {
+        "workload",
+        "check",
+        "policy_names",
+        "prepare",
+        "load_policy",
+        "make_request",
+        "draw_training_noise",
+        "sample",
+        "rollout",
+        "Batch",
+        "make_batch",
+        "accumulate_gradients",
+        "accumulate_fake_gradients",
+        "update",
+        "update_fake",
+        "load",
+        "main",
+    },
     "contrib/tempflow_grpo.py": {"check", "accumulate_gradients", "main"},
     "contrib/v_grpo.py": {
         "workload",
@@ -215,6 +235,17 @@ DIFFERENT_OPTIONS = {
     "contrib/online_dpo.py": {"group_size"},
     "contrib/ram.py": {"decay_schedule", "old_decay", "adv_clip_max"},
     "contrib/sft.py": {"cache", "guidance_scale", "num_steps", "micro_batch_size"},
+    "contrib/tdm_r1.py": {
+        "num_prompts",
+        "num_inference_steps",
+        "teacher_guidance",
+        "fake_updates",
+        "fake_learning_rate",
+        "noise_range",
+        "num_steps",
+        "micro_batch_size",
+        "learning_rate",
+    },
     "contrib/tempflow_grpo.py": {"sde_window_range", "kl_coef", "num_steps", "updates_per_rollout", "learning_rate"},
     "contrib/v_grpo.py": {"clip_range", "old_kl_coef", "micro_batch_size", "learning_rate"},
 }
@@ -238,7 +269,7 @@ def test_no_option_is_unread_or_declared_again(script):
     assert unread_options(script) == []
     again = own_options(script).keys() & shared_options().keys()
     # which needs a reward with a gradient, or may do without
-    if script in ("contrib/dmd2.py", "contrib/draft.py", "contrib/sft.py"):
+    if script in ("contrib/dmd2.py", "contrib/draft.py", "contrib/sft.py", "contrib/tdm_r1.py"):
         again -= {"reward", "eval_num_inference_steps"}  # a student is evaluated in its own steps
     assert again - {"lr_schedule"} == {"name", "num_steps", "micro_batch_size"}  # one has its parent's cosine
 
@@ -1175,9 +1206,11 @@ def assert_seed_and_adam(run, num_steps):
 ON_TWO_RANKS = [f"contrib/{name}.py" for name in ("crd", "dgpo", "diffusion_opd", "online_dpo", "ram", "v_grpo")]
 
 
-@pytest.mark.parametrize(
-    "script", [script for script in SCRIPTS if script not in ("contrib/dmd2.py", "contrib/draft.py", "contrib/sft.py")]
-)
+# whose own tests run them
+ELSEWHERE = [f"contrib/{name}.py" for name in ("dmd2", "draft", "sft", "tdm_r1")]
+
+
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if script not in ELSEWHERE])
 def test_a_script_runs_and_on_two_ranks_as_on_one(tmp_path, script):
     """With the same images and the same first update, as the groups that a loss takes are whole on every rank. The
     seed and Adam's options are not the defaults: each script's own `main` hands them on."""

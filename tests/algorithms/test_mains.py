@@ -380,6 +380,6 @@ def test_another_run_trains_resumes_and_closes_its_engine(script, rollout, tmp_p
 
 @pytest.mark.parametrize("script", CASES)
 def test_a_run_on_two_ranks_is_that_by_hand(script, tmp_path, expected):
-    size = 4 if script == "contrib/dgpo.py" else 1
+    size = 4 if script in ("contrib/dgpo.py", "contrib/tdm_r1.py") else 1
     torchrun(tmp_path, script, *options_of(script, tmp_path, name="run", micro_batch_size=size), nproc=2)
     assert_ends_as(tmp_path / "runs" / "run", expected(script), num_images=8)

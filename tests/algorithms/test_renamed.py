@@ -35,7 +35,7 @@ import torch
 
 METRICS = re.compile(r"(actor|critic|old_policy|training|rollout_corr|reward)/")  # as scripts name theirs
 NUM_BYTES = 8e10  # of a GPU
-WHOLE_GROUPS = ("contrib/crd.py", "contrib/dgpo.py", "contrib/online_dpo.py", "contrib/v_grpo.py")
+WHOLE_GROUPS = [f"contrib/{name}.py" for name in ("crd", "dgpo", "online_dpo", "tdm_r1", "v_grpo")]
 
 
 class Renamer(ast.NodeTransformer):

@@ -276,7 +276,7 @@ NO_TRAINING = ["--eval_only", "True", "--max_prompts", 2, "--train_prompts", "no
     [
         *("flow_grpo.py", "diffusion_nft.py", "dpo_offline.py"),
         *("contrib/crd.py", "contrib/dgpo.py", "contrib/diffusion_opd.py", "contrib/dmd2.py", "contrib/draft.py"),
-        *("contrib/online_dpo.py", "contrib/ram.py", "contrib/sft.py", "contrib/v_grpo.py"),
+        *("contrib/online_dpo.py", "contrib/ram.py", "contrib/sft.py", "contrib/tdm_r1.py", "contrib/v_grpo.py"),
     ],
 )
 def test_an_evaluation_alone_needs_no_training_prompts_and_cuts_no_mini_batches(tmp_path, capfd, monkeypatch, script):
@@ -291,7 +291,7 @@ def test_an_evaluation_alone_needs_no_training_prompts_and_cuts_no_mini_batches(
         add_policies(model, lora, names, *others)
 
     monkeypatch.setattr(start, "add_policies", added)
-    without_engine = ("dpo_offline.py", "contrib/dmd2.py", "contrib/draft.py", "contrib/sft.py")
+    without_engine = [f"contrib/{name}.py" for name in ("dmd2", "draft", "sft", "tdm_r1")] + ["dpo_offline.py"]
     local = [] if script in without_engine else ["--rollout", "local"]
     own = {
         "dpo_offline.py": ["--pairs", "nowhere.jsonl"],

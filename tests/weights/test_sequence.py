@@ -145,6 +145,7 @@ def test_a_run_of_a_group_resumes_as_it_was_and_without_the_group(checkpoint, tm
         assert ((run / LORA).read_bytes() == (whole / LORA).read_bytes()) == (nproc == 2)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("family", "ranks", "options", "told"),
     [
@@ -186,6 +187,7 @@ grey.of_pixels = lambda pixels, prompts, metadata: pixels.mean((1, 2, 3))
 """
 
 
+@pytest.mark.fast
 def test_a_gradient_through_several_passes_is_refused(checkpoint, tmp_path, monkeypatch):
     """A rank has the gradient of its own tokens of a step, and the step before needs that of all."""
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
