@@ -12,6 +12,7 @@ from tests.algorithms.test_contrib import Shifting, request_of
 from tests.conftest import (
     ROOT,
     assert_same,
+    brightness_reward,
     few_eval_prompts,
     policy_without_fsdp,
     read_metrics,
@@ -248,7 +249,8 @@ POLICIES = {"default", "fake", "surrogate"}
 @pytest.mark.parametrize("weights", [["--ema_decay", 0.5], FULL])
 def test_a_run_resumes_to_the_bit_and_two_ranks_do_as_one(tmp_path, weights):
     """Student, fake score, surrogate, and the moments of all three."""
-    options = [*OPTIONS, *few_eval_prompts(tmp_path, 2), *weights]
+    options = [*OPTIONS, *few_eval_prompts(tmp_path, 2), *weights, "--reward", brightness_reward(tmp_path)]
+    options += ["--trust_code", "True"]
     torchrun(tmp_path, "contrib/tdm_r1.py", *options, "--name", "whole", "--num_steps", 3)
     torchrun(tmp_path, "contrib/tdm_r1.py", *options, "--name", "ranks2", "--num_steps", 3, nproc=2)
     resumed = ["--name", "parts", "--num_steps", 3, "--resume", tmp_path / "runs/whole/checkpoints/step_000001.pt"]
