@@ -56,7 +56,8 @@ def check_inputs(
         image_size=args.image_size,
         num_frames=args.num_frames,
         max_sequence_length=args.max_sequence_length,
-        num_sources=len(inputs.eval_set.metadata[0].get("image", ())),  # all records have as many (check_sources)
+        # all records have as many (check_sources)
+        num_sources=max((len(record.get("image", ())) for record in inputs.eval_set.metadata[:1]), default=0),
         train_with=args.train_with,
         chained_steps=workload.chained_steps,
     )
