@@ -177,6 +177,8 @@ def check(args: Args) -> Args:
     """Refuse options that cannot work together. Returns them, micro_batch_size lowered to what a rank has."""
     if args.student and args.lora_rank > 0:
         raise ValueError(f"--student {args.student}: full weights, for --lora_rank 0; a LoRA's are --lora_path")
+    if args.guidance_scale_2 is not None:
+        raise ValueError("--guidance_scale_2: would take the place of each network's own guidance: leave it out")
     if args.eval_only:  # no mini-batches are cut
         return args
     low, high = args.noise_range

@@ -319,14 +319,14 @@ def evaluation_table(pairs: Sequence[Pair]) -> list[str]:
     return ["| reward | before | after | difference |", "|---|---|---|---|", *rows] if rows else []
 
 
-def bench_tables(folder: Path, policy: Policy) -> list[str]:
+def bench_tables(folder: Path, policy: Policy, model: str) -> list[str]:
     """The tables of a bench (tools.bench), of the base model and this policy alone.
 
     Raises:
         ValueError: the folder is no bench's, or it has no result of exactly these weights.
     """
     file = folder / "bench.json"
-    tensors, config = read_policy(policy.folder, None)
+    tensors, config = read_policy(policy.folder, model)  # by whose names the bench has read them
     wanted = digest_tensors(tensors.items(), config and (config.r, config.lora_alpha))
     parts = []
     with error_prefix(f"--bench {file}", Exception):  # whatever it holds
@@ -528,10 +528,10 @@ def make_folder(folder: Path, args: argparse.Namespace) -> None:
     usage = usage_of(policy, base, options, prompt, num_sources, args.to or TO_BE_NAMED)
     if not pairs:
         print(f"{run}: no images and no scores, which need an evaluation of step 0 and one up to step {policy.step}")
-    tables = bench_tables(args.bench, policy) if args.bench else []
+    tables = bench_tables(args.bench, policy, options["model"]) if args.bench else []
     if not args.bench and (run / "bench" / "bench.json").is_file():
         try:
-            tables = bench_tables(run / "bench", policy)
+            tables = bench_tables(run / "bench", policy, options["model"])
         except ValueError as error:  # it may be of the best adapter, where the last one is shared
             print(f"left out: {error}")
     sources = [name.removeprefix("source ") for name in record.get("contents", {}) if name.startswith("source ")]

@@ -78,8 +78,9 @@ class Family(ABC):
     trained: frozenset[str]  # the policies that take a gradient where they act: `default`, and a script's others
     policies: "dict[str, diffusers.ModelMixin]"  # the transformer of each policy; with a LoRA, one for all policies
 
-    # --guidance_scale_2, of a model of two transformers; the scripts' `load_policies` sets it
+    # The scripts' `load_policies` sets these two options: of a model of two transformers, and of its optimizers.
     guidance_scale_2: float | None = None
+    adam_bits = 32
 
     def __init__(self, pipe: "diffusers.DiffusionPipeline") -> None:
         self.pipe = pipe

@@ -174,6 +174,7 @@ class Blueprint:
         self.num_encoder_linear = sum(num_linear(encoder) for encoder in text_encoders)
         self.vae_bytes = vae_dtype.itemsize * count(self.pipe.vae)
         self.num_weights = count(transformer)  # of the model itself, without a LoRA
+        self.has_two_transformers = hasattr(transformer, "transformer_2")
         self.num_linear = num_linear(transformer)
         # the share of num_weights that an engine on several --engine_devices divides
         self.num_split = sum(p.numel() for name, p in transformer.named_parameters() if SPLIT.search(name))

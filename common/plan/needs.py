@@ -254,7 +254,9 @@ def pass_parts(blueprint: Blueprint, w: PlannedRun, costs: Costs) -> list[Part]:
     num_prompts = min(w.num_prompts, w.images_of_a_rank)
     kept = num_tensors * latent_bytes(blueprint, w) * w.images_of_a_rank
     kept += num_prompts * blueprint.conditioning_bytes(w.max_sequence_length, w.image_size, w.num_frames)
-    activations = n * max(1, w.chained_steps) * costs.training.peak_bytes  # a chain holds those of its passes
+    # where ranks' images need different ones of two transformers, a rank passes one image more, to run what others do
+    rows = n + (w.ranks > 1 and blueprint.has_two_transformers)
+    activations = rows * max(1, w.chained_steps) * costs.training.peak_bytes  # a chain holds those of its passes
     both = ("rollout", "update")
     parts = [
         part_of_fsdp(blueprint, w),

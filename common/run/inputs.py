@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.data import PromptSet
-from common.distributed import gather_objects
+from common.distributed import gather_objects, ranks_per_image
 from common.errors import UNREADABLE, RunError, error_prefix
 from common.files import digest_records, load_checkpoint, saved_checkpoints
 from common.models import Family
@@ -62,7 +62,8 @@ def choose_sizes(args: ArgsClass, inputs: Inputs, workload: Workload) -> ArgsCla
     micro_batch_size or shard_ranks is 0. A collective.
 
     Raises:
-        RunError: --micro_batch_size 0 without a GPU; or ranks have read other prompts.
+        RunError: --micro_batch_size 0 without a GPU; ranks have read other prompts; or a script does not pass
+            --ranks_per_image on.
     """
     for option, prompts in (("train_prompts", inputs.train_set), ("eval_prompts", inputs.eval_set)):
         records = [*zip(prompts.prompts, prompts.metadata, strict=True), prompts.files, prompts.shares]
@@ -70,6 +71,9 @@ def choose_sizes(args: ArgsClass, inputs: Inputs, workload: Workload) -> ArgsCla
             raise RunError(
                 f"--{option}: ranks have read other prompts, or another order: a function must not change it"
             )
+    if args.ranks_per_image != ranks_per_image():
+        told = "main of this script does not give it to setup_distributed (docs/fork.md)"
+        raise RunError(f"--ranks_per_image {args.ranks_per_image}: {told}")
     if inputs.lora:
         args = replace(args, lora_rank=inputs.lora.config.r, lora_alpha=inputs.lora.config.lora_alpha)
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -22,6 +22,7 @@ from common.models import known_folder
 from common.run.lock import check_unchanged, lock_run
 from common.run.recorded_options import from_root
 from common.user_code import code_file
+from common.weights import LORA_FILES
 
 import torch
 
@@ -72,7 +73,9 @@ def find_contents(options: dict[str, Any], code: Iterable[str] = ()) -> Contents
     named |= {f"{variable}={file}": file for variable, file in setting_files(options) if not is_question(variable)}
     for name, path in named.items():
         with suppress(OSError):  # what cannot be read is refused where it is needed
-            if "*" in str(path):  # a pattern
+            if path.name in LORA_FILES.values():  # a file of two has the other beside it
+                found[name] = digest(sorted(file for file in path.parent.iterdir() if file.name in LORA_FILES.values()))
+            elif "*" in str(path):  # a pattern
                 found[name] = digest(glob_stars(path))
             elif path.is_dir():
                 found[name] = digest(sorted(file for file in path.rglob("*") if file.suffix in READ))

@@ -1,7 +1,7 @@
 """The weights that a run trains: policies, LoRA, how FSDP holds them, and what a checkpoint has of them."""
 
 from common.weights.attention import check_attention
-from common.weights.lora import check_modules, linear_layers, make_lora, save_policy
+from common.weights.lora import LORA_FILES, check_modules, linear_layers, make_lora, save_policy
 from common.weights.policy import (
     LoRA,
     acting,
@@ -19,6 +19,7 @@ from common.weights.start import load_policies
 from common.weights.states import load_training_state, training_state
 
 __all__ = [
+    "LORA_FILES",
     "LoRA",
     "acting",
     "add_policies",

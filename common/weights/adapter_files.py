@@ -82,6 +82,8 @@ def read_lora(path: str | Path, model: str | Path | None = None) -> "tuple[dict[
         is_of_two = model is not None and has_two_transformers(model)
         if is_of_two and "" in files:  # the first transformer's alone
             files = {"transformer.": files[""]}
+            other = LORA_FILES["transformer_2."]
+            print_once(f"{path}: for the transformer of high noise; that of low noise would be {other} beside it")
         if model is not None and not is_of_two and "" not in files:
             raise ValueError(f"{files['transformer_2.'].name} is for a second transformer, and {model} has one")
         for prefix, file in files.items():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.distributed import on_rank_0
-from common.errors import RunError, error_prefix
+from common.errors import RunError, error_prefix, truncate
 from common.files import atomic_file
 from common.models import Family, has_two_transformers, pipeline_without_weights
 from common.optional import optional_part
@@ -126,7 +126,8 @@ def check_modules(transformer: torch.nn.Module, config: "peft.LoraConfig") -> No
             raise RunError(f"--lora_target_modules {given}{end}: {type(transformer).__name__} has no such module")
     chosen = [name for name in modules if _ends_with(name, targets) and not _ends_with(name, excluded)]
     if not chosen:
-        raise RunError(f"--lora_target_modules not:{' not:'.join(excluded)}: no module is left to get a LoRA")
+        given = truncate(f"not:{' not:'.join(excluded)}")
+        raise RunError(f"--lora_target_modules {given}: no module is left to get a LoRA")
     for name in chosen:
         if not isinstance(modules[name], torch.nn.Linear):
             raise RunError(f"--lora_target_modules: {name} is a {type(modules[name]).__name__}, not a linear layer")

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from common.distributed import ranks_per_image
+from common.errors import RunError
 from common.models import Family, on_device
 from common.weights.sequence import divide_sequence, sequence_mesh
 
@@ -84,7 +85,8 @@ def reshard(transformer: torch.nn.Module) -> None:
 def reshard_before_steps(model: Family) -> None:
     """From now on, before an optimizer of FSDP's tensors takes a step, put the shards of the model's policies back.
 
-    Any other optimizer is not ours: a reward may have one, which steps in the reward's thread while the trainer passes.
+    An AdamW of 32 bits is refused where --adam_bits is 8. Any other optimizer is not ours: a reward may have one, which
+    steps in the reward's thread while the trainer passes.
     """
     found = weakref.ref(model)  # the hook must not keep a model that nobody else has
 
@@ -92,6 +94,9 @@ def reshard_before_steps(model: Family) -> None:
         if not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
             return
         model = found()
+        if model and model.adam_bits == 8 and isinstance(optimizer, torch.optim.AdamW):
+            told = "this script does not take the optimizer that choose_adam_kernel returns (docs/fork.md)"
+            raise RunError(f"--adam_bits 8: {told}")
         for transformer in dict.fromkeys(model.policies.values()) if model else ():
             reshard(transformer)
 

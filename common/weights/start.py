@@ -32,7 +32,7 @@ def load_policies(
     if args.base_weights:
         # add_policies quantises the transformer, under the LoRA
         optional_part("weights.base_weights", "--base_weights").quantise_encoders(model)
-    model.guidance_scale_2 = args.guidance_scale_2
+    model.guidance_scale_2, model.adam_bits = args.guidance_scale_2, args.adam_bits
     prepare_prompts(model, prompts, args.max_sequence_length, args.prompt_cache)
     add_policies(model, lora, names, args.seed, trained, of_base)
     use_attention(model, args.attention)  # "native" as well, which switches cuDNN's attention off

@@ -87,9 +87,13 @@ def _load_moments(model: Family, optimizer: torch.optim.Optimizer, moments: dict
     """The reverse of _moments; {} leaves the optimizer as it is. A collective."""
     if not moments:
         return
-    # not strict: a last block may feed nothing, so that its LoRA has no gradient and Adam no state of it
+    # not strict: a LoRA may have had no gradient yet, as a last block that feeds nothing or the second of two
+    # transformers, so that Adam has no state of it
     unsharded = StateDictOptions(full_state_dict=True, strict=False)
     kernels = [{name: group[name] for name in KERNELS & group.keys()} for group in optimizer.param_groups]
     set_optimizer_state_dict(model.transformer, optimizer, moments, options=unsharded)
+    for name, parameter in model.transformer.named_parameters():
+        if name not in moments["state"]:  # torch has given it moments of 0, with a step counted
+            optimizer.state.pop(parameter, None)
     for group, own in zip(optimizer.param_groups, kernels, strict=True):
         group.update(own)

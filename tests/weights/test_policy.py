@@ -613,6 +613,14 @@ def test_log_probs_of_other_batches_are_refused_as_old_ones():
         choose(rollout_batch_size=64)
 
 
+@pytest.mark.fast
+def test_a_script_that_does_not_pass_ranks_per_image_on_is_refused():
+    """As a copy of one from before the option: its ranks would each make whole images."""
+    args = flow_grpo.check(flow_grpo.Args(rollout="local"))
+    with pytest.raises(RunError, match="--ranks_per_image 2: .* setup_distributed"):
+        choose_sizes(replace(args, ranks_per_image=2), inputs_of(args, {}), flow_grpo.workload(args))
+
+
 # ---- the optimizer ---------------------------------------------------------------------------------------------------
 OPTIMIZERS = {
     "adamw": lambda trained: torch.optim.AdamW(trained, lr=9.0),
@@ -656,6 +664,33 @@ def test_rate_and_average_count_the_steps_of_any_optimizer(name, one_rank, tmp_p
     for policy_name in ("default", "ema"):
         once, again = (tensors_on_rank_0(each, policy_name)[0] for each in (model, resumed))
         assert all(torch.equal(tensor, again[key]) for key, tensor in once.items()), policy_name
+
+
+@pytest.mark.fast
+def test_a_lora_without_a_gradient_yet_begins_its_moments_after_a_resume(one_rank, tmp_path):
+    """As the transformer of low noise, where the first steps train that of high noise: torch would count a step."""
+    args, model, trained = policy(lr_schedule="constant", learning_rate=0.3)
+    optimizer = torch.optim.AdamW(trained, lr=0.3)
+    steps_with(optimizer, args, model, trained[:4], (1, 2))
+    torch.save(training_state(model, optimizer, tmp_path / "s.pt") | {"path": tmp_path / "s.pt"}, tmp_path / "state.pt")
+    steps_with(optimizer, args, model, trained, (3, 4))
+
+    args, resumed, trained = policy(lr_schedule="constant", learning_rate=0.3)
+    optimizer = torch.optim.AdamW(trained, lr=0.3)
+    load_training_state(resumed, optimizer, torch.load(tmp_path / "state.pt", weights_only=False))
+    assert len(optimizer.state) == 4
+    steps_with(optimizer, args, resumed, trained, (3, 4))
+    once, again = (tensors_on_rank_0(each)[0] for each in (model, resumed))
+    assert all(torch.equal(tensor, again[key]) for key, tensor in once.items())
+
+
+@pytest.mark.fast
+def test_an_optimizer_of_32_bits_is_refused_where_8_are_asked_for(one_rank):
+    """As in a copy of a script that does not take what choose_adam_kernel returns."""
+    args, model, trained = policy()
+    model.adam_bits = 8
+    with pytest.raises(RunError, match="--adam_bits 8: "):
+        steps_with(torch.optim.AdamW(trained), args, model, trained, (1,))
 
 
 @pytest.mark.fast
