@@ -174,7 +174,7 @@ def save_weights(
         return
     scale = lora_config.lora_alpha / lora_config.r
     scaled = {name: tensor * scale if ".lora_B." in name else tensor for name, tensor in tensors.items()}
-    files = LORA_FILES if hasattr(pipe.transformer, "transformer_2") else LORA_FILE
+    files = LORA_FILES if all(name.startswith(tuple(LORA_FILES)) for name in tensors) else LORA_FILE
     with ExitStack() as all_or_none:
         for prefix, file in files.items():
             settings = lora_config.to_dict() | {"lora_alpha": lora_config.r}
