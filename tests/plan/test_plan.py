@@ -406,6 +406,7 @@ def test_every_part_of_memory_by_hand(trained):
         buffer_bytes=7, fp32_buffer_bytes=3, vae_bytes=50, num_sources=int(is_lora),
         text_encoder_bytes=400, num_encoder_linear=300, pinned_encoder_bytes=512,
         latent_shape=lambda size, num_frames: (4, 5), conditioning_bytes=lambda length, size, num_frames: 30,
+        has_two_transformers=False,
     )  # fmt: skip
     w = replace(SMALL, policies=("default", "ema", "reference"), rollout="vllm", rollout_batch_size=2)
     w = replace(w, num_prompts=2)
@@ -419,6 +420,13 @@ def test_every_part_of_memory_by_hand(trained):
         if part.num_bytes and part.phases
     }
     assert found == BY_HAND[trained]
+    # several ranks may need both of two transformers in a pass, for which each passes a row more
+    blueprint.has_two_transformers = True
+    n = w.micro_batch_images
+    for part in needs.memory_parts(blueprint, w, COSTS):
+        if part.num_bytes and part.phases:
+            rows = n + 1 if part.name.startswith("activations of ") and w.ranks > 1 else n
+            assert part.num_bytes * n == found[part.name][0] * rows, part.name
 
 
 @pytest.mark.fast
