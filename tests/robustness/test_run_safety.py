@@ -129,7 +129,7 @@ def test_records_have_one_digest_in_every_process():
 @pytest.mark.fast
 def test_ranks_that_read_other_prompts_are_refused(monkeypatch):
     inputs = SimpleNamespace(train_set=PromptSet(["a", "b"], [{}, {}]), eval_set=PromptSet(["c"], [{}]), lora=None)
-    args = SimpleNamespace(micro_batch_size=1)
+    args = SimpleNamespace(micro_batch_size=1, ranks_per_image=1)
     assert choose_sizes(args, inputs, small_workload()) is args
     monkeypatch.setattr("common.run.inputs.gather_objects", lambda digest: [digest, b"of another order"])
     with pytest.raises(RunError, match="^--train_prompts: "):

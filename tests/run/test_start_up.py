@@ -276,6 +276,7 @@ def test_evaluation_only_takes_the_options_of_the_checkpoint(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["flow_grpo.py"])
     monkeypatch.setenv("WORLD_SIZE", "1")  # and no RANK: as a plan, which logs in nowhere
+    monkeypatch.delenv("RANK", raising=False)  # which a script that ran in this process has set
     saved = {"name": "long", "lora_rank": 4, "image_size": (64, 96), "reward": ("a.py:b", "ocr"), "num_steps": 7}
     saved |= {"an option of before": 1, "track": True}
     state = {"step": 3, "best": 0.5, "args": saved, "sampler": {}, "rng": [{}], "policies": {"default": {}}}
