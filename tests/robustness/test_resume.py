@@ -168,7 +168,8 @@ def test_a_reward_that_fails_loses_no_step_before(tmp_path, script, call, saved,
     start("whole", "")
     failed = start(NAME, f"{call} {nproc - 1}")
     run = tmp_path / "runs" / NAME
-    assert failed.returncode == 1
+    # or the launcher's signal to the first rank, where the second has ended before it
+    assert failed.returncode in ((1,) if nproc == 1 else (1, -signal.SIGTERM))
     assert re.search(rf" step_{saved:06d}\.pt, .*--resume latest", failed.stdout)
     assert f"traceback_rank{nproc - 1}.txt" in failed.stdout
     assert [checkpoint_step(path) for path in saved_checkpoints(run)] == [saved]
