@@ -211,7 +211,7 @@ def forked_engines() -> Iterator[None]:
 def run_warm(
     folder: Path, script: str, options: list[str], num_ranks: int, timeout: float, draw_curves: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """A run whose ranks the warm process forks. Its return code is the first one that is not 0."""
+    """A run whose ranks the warm process forks. Its return code is that of the rank that failed first, or 0."""
     process, output = warm_process(), folder / "output_of_ranks.txt"
     output.write_text("")
     request = {

@@ -54,7 +54,8 @@ def become_rank(request: dict[str, Any], rank: int) -> None:
 
 
 def wait_for_all(ranks: list[int]) -> list[int]:
-    """The exit codes of the ranks' processes. Where one fails, the others are ended, as torchrun does."""
+    """The exit codes of the ranks' processes, in the order in which they ended. Where one fails, the others are ended, as
+    torchrun does."""
     codes: dict[int, int] = {}
     deadline = None
     while len(codes) < len(ranks):
@@ -66,7 +67,7 @@ def wait_for_all(ranks: list[int]) -> list[int]:
                 os.kill(other, signal.SIGKILL if deadline and time.monotonic() > deadline else signal.SIGTERM)
             deadline = deadline or time.monotonic() + SECONDS_TO_END
         time.sleep(0.02)
-    return [codes[process] for process in ranks]
+    return list(codes.values())
 
 
 def serve() -> None:
