@@ -54,8 +54,8 @@ def become_rank(request: dict[str, Any], rank: int) -> None:
 
 
 def wait_for_all(ranks: list[int]) -> list[int]:
-    """The exit codes of the ranks' processes, in the order in which they ended. Where one fails, the others are ended, as
-    torchrun does."""
+    """The exit codes of the ranks' processes, in the order in which they ended. Where one fails, the others are ended,
+    as torchrun does."""
     codes: dict[int, int] = {}
     deadline = None
     while len(codes) < len(ranks):
