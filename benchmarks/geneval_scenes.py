@@ -2,6 +2,7 @@
 
     python -m benchmarks.geneval_scenes --choose    # kinds, classes that compete and thresholds, on scenes of seed 0
     python -m benchmarks.geneval_scenes             # the table of docs/lab/scenes.md, on scenes of seed 2
+    python -m benchmarks.geneval_scenes --dtype bfloat16    # the same of a NanoDet that computes in bf16
     python -m benchmarks.geneval_scenes --vae assets/embedded_scenes    # what a VAE keeps of scenes on a fine grid
     python -m benchmarks.geneval_scenes --linear 16 24 32 48 --count 20    # what a linear code of 8 x 8 pixels keeps
 
@@ -11,6 +12,7 @@ exchanged. Intervals are Wilson's, of 95 %.
 
 import random
 from dataclasses import dataclass
+from typing import Literal
 
 from assets.scenes import FINE_GRID, TAGS, draw_scene, kinds, random_record, random_scenes
 from common.cpu import repair_torchvision
@@ -36,6 +38,8 @@ class Args:
     seed: int = 2
     """seed of the table's scenes; --choose takes 0"""
     detector: str = "assets/nanodet"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """what the detector computes in for the table, as GENEVAL_DTYPE"""
     vae: str = ""
     """a pipeline's folder: instead of the table, how many scenes are right before and after its VAE"""
     linear: tuple[int, ...] = ()
@@ -44,12 +48,12 @@ class Args:
 
 # ---- scenes and outputs ----------------------------------------------------------------------------------------------
 @torch.no_grad()
-def look(model, images):
+def look(model, images, dtype=torch.float32):
     """For each image the scores (places, 80) and boxes (places, 4) of the places that are sure of anything."""
     outputs = []
     for start in range(0, len(images), CHUNK):
         chunk = images[start : start + CHUNK]
-        scores, boxes = read_outputs(model, preprocess(model, chunk))
+        scores, boxes = read_outputs(model, preprocess(model, chunk), dtype)
         for image, score, box in zip(chunk, scores, boxes, strict=True):
             is_kept = score.amax(1) > LOWEST
             scale = torch.tensor([image.width, image.height] * 2) / model.settings["size"]
@@ -135,13 +139,13 @@ def print_thresholds(model, count):
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
-def print_table(model, count, seed):
+def print_table(model, count, seed, dtype=torch.float32):
     print("| part | scenes | right | interval | soft | wrong records called right |\n|---|---|---|---|---|---|")
     missed = {}
     for tag in TAGS:
         scenes = random_scenes(tag, count, seed)
         rng = random.Random(seed)
-        outputs = look(model, [image for image, _ in scenes])
+        outputs = look(model, [image for image, _ in scenes], dtype)
         right = accepted = soft = 0
         for (image, record), output in zip(scenes, outputs, strict=True):
             is_right_, fraction = judge(record, image, output, model.settings)
@@ -249,7 +253,7 @@ def main(args):
         print()
         print_thresholds(model, args.count)
     else:
-        print_table(model, args.count, args.seed)
+        print_table(model, args.count, args.seed, getattr(torch, args.dtype))
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ class NanoDet(nn.Module):
         coarse = coarse + resize(middle, 0.5)
         outputs = torch.cat([head(x) for head, x in zip(self.heads, (fine, middle, coarse), strict=True)], 1)
         scores, distances = outputs.split([len(CLASSES), 4 * BINS], dim=-1)
-        return scores.sigmoid(), distances
+        return scores.float().sigmoid(), distances.float()
 
 
 def resize(x: torch.Tensor, factor: float) -> torch.Tensor:
@@ -133,13 +133,13 @@ def read_settings(folder: str) -> dict[str, Any] | None:
 
 # ---- what it sees ----------------------------------------------------------------------------------------------------
 @torch.no_grad()
-def detect_in(model: NanoDet, images: Sequence[Image.Image]) -> list[Objects]:
+def detect_in(model: NanoDet, images: Sequence[Image.Image], dtype: torch.dtype = torch.float32) -> list[Objects]:
     """The objects in each image above the lowest threshold of the settings, the surest first, equal whatever else is in
-    the batch."""
+    the batch. dtype: of the network's products."""
     found = []
     for start in range(0, len(images), CHUNK):
         chunk = images[start : start + CHUNK]
-        outputs = in_chunks(lambda pixels: torch.cat(read_outputs(model, pixels), -1), preprocess(model, chunk))
+        outputs = in_chunks(lambda pixels: torch.cat(read_outputs(model, pixels, dtype), -1), preprocess(model, chunk))
         for image, rows in zip(chunk, outputs.cpu(), strict=True):
             scale = torch.tensor([image.width, image.height] * 2) / model.settings["size"]
             found.append(select(rows[:, : len(CLASSES)], rows[:, len(CLASSES) :] * scale, model.settings))
@@ -155,9 +155,13 @@ def preprocess(model: NanoDet, images: Sequence[Image.Image]) -> torch.Tensor:
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).to(model.stem.weight.device)
 
 
-def read_outputs(model: NanoDet, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores (B, places, 80) and boxes (B, places, 4), left, top, right, bottom in pixels of the network's input."""
-    scores, distances = model(pixels)
+def read_outputs(
+    model: NanoDet, pixels: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores (B, places, 80) and boxes (B, places, 4), left, top, right, bottom in pixels of the network's input, both
+    in fp32. dtype: of the network's products."""
+    with torch.autocast(pixels.device.type, dtype, enabled=dtype != torch.float32):
+        scores, distances = model(pixels)
     centres, strides = [], []
     for stride in STRIDES:
         height, width = (side // stride for side in pixels.shape[2:])

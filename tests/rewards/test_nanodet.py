@@ -27,6 +27,7 @@ RED, BLUE = (204, 36, 36), (40, 88, 208)
 def nanodet(monkeypatch):
     monkeypatch.setenv("GENEVAL_DETECTOR", str(FOLDER))
     monkeypatch.delenv("GENEVAL_CLIP", raising=False)
+    monkeypatch.delenv("GENEVAL_DTYPE", raising=False)
     monkeypatch.setattr("common.rewards._networks.LOADED", {})
 
 
@@ -50,13 +51,43 @@ def test_outputs_are_those_of_the_packages_graph():
     assert scores.max() > 0.3
 
 
-def test_an_image_is_seen_the_same_in_any_batch(nanodet):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_image_is_seen_the_same_in_any_batch(nanodet, dtype):
     """To the bit: alone, first of three, and last of eleven, which take two passes."""
     model = read_nanodet(str(FOLDER)).requires_grad_(False)
     images = [image for image, _ in random_scenes("counting", 11, seed=3)]
     for one, batch in ((0, images[:3]), (10, images)):
-        alone, beside = detect_in(model, [images[one]])[0], detect_in(model, batch)[one]
+        alone, beside = detect_in(model, [images[one]], dtype)[0], detect_in(model, batch, dtype)[one]
         assert alone and alone == beside
+
+
+@torch.no_grad()
+def test_bf16_sees_what_fp32_sees(nanodet, monkeypatch):
+    """The scores of the surest places differ by 8 bits' rounding in every layer, and scenes are right as before."""
+    model = read_nanodet(str(FOLDER)).requires_grad_(False)
+    scenes = random_scenes("two_object", 4, seed=5)
+    pixels = preprocess(model, [image for image, _ in scenes])
+    (scores, boxes), (rounded, moved) = read_outputs(model, pixels), read_outputs(model, pixels, torch.bfloat16)
+    assert rounded.dtype == moved.dtype == torch.float32
+    sure = scores.amax(2) > 0.3
+    assert 0 < (rounded - scores).abs()[sure].max() < 0.05
+    assert 0 < (moved - boxes)[sure].abs().max() < 6  # of 416 pixels
+    judged = []
+    for dtype in ("float32", "bfloat16"):
+        monkeypatch.setenv("GENEVAL_DTYPE", dtype)
+        judged.append(geneval([image for image, _ in scenes], [""] * 4, [record for _, record in scenes]))
+    assert judged[0] == judged[1] and judged[0][0]["score"] == 1
+
+
+@pytest.mark.fast
+def test_a_dtype_that_the_detector_cannot_have_is_refused(nanodet, monkeypatch):
+    monkeypatch.setenv("GENEVAL_DTYPE", "fp8")
+    with pytest.raises(ValueError, match="^GENEVAL_DTYPE=fp8: .*float32.*bfloat16"):
+        geneval_file.load()
+    monkeypatch.setenv("GENEVAL_DTYPE", "bfloat16")
+    monkeypatch.setenv("GENEVAL_DETECTOR", "facebook/mask2former-swin-small-coco-instance")
+    with pytest.raises(ValueError, match="^GENEVAL_DTYPE=bfloat16: .*NanoDet.*GENEVAL_DETECTOR.*mask2former"):
+        geneval_file.load()
 
 
 @pytest.mark.fast
@@ -192,7 +223,7 @@ def test_thresholds_are_those_of_the_detectors_file(nanodet, monkeypatch):
     monkeypatch.setattr(geneval_file, "read_settings", lambda folder: settings)
     monkeypatch.setattr(geneval_file, "load", lambda: (None,) * 4)
     monkeypatch.setattr(
-        geneval_file, "detect_in", lambda model, images: [{"cup": [Detection((0, 0, 9, 9), 0.5)]}] * len(images)
+        geneval_file, "detect_in", lambda model, images, dtype: [{"cup": [Detection((0, 0, 9, 9), 0.5)]}] * len(images)
     )
     records = [{"tag": tag, "include": [clause("cup")]} for tag in ("counting", "colors")]
     scores = geneval([Image.new("RGB", (9, 9))] * 2, [""] * 2, records)
