@@ -2,16 +2,21 @@
 
     OMP_NUM_THREADS=2 python -m benchmarks.gradient_agreement --rollout local --num_steps 8 --name /tmp/agreement
     OMP_NUM_THREADS=2 python -m benchmarks.gradient_agreement diffusion_nft --rollout local --num_steps 8 ...
+    OMP_NUM_THREADS=2 python -m benchmarks.gradient_agreement by_layer --rollout local --num_steps 8 --lora_rank 0 ...
 
 Options are those of flow_grpo.py, or of the script that is named first, which must have rollouts and --kl_coef.
 Nothing is learned: each of --num_steps rollouts, of other prompts and other noise, gives its gradient of the policy's
 loss (without the KL) and is forgotten. Printed is the mean cosine over all pairs, and their deviation over the root of
 the number of rollouts. Of a gradient that is signal plus independent noise the cosine is the share of the squared
 length that is signal, so that it grows with the number of images until it nears 1.
+
+by_layer, after the script's name, adds a table of layers, those of all blocks together: which are worth a LoRA? With
+--lora_rank 0 it has all of the transformer.
 """
 
 import importlib
 import math
+import re
 import sys
 
 from common.cpu import repair_torchvision
@@ -20,32 +25,60 @@ from common.run import friendly_errors, parse_args
 import torch
 
 FIXED = ("--updates_per_rollout", "1", "--kl_coef", "0")
-gradients = []
+gradients = []  # of each rollout {parameter: its gradient}
 
 
 def keep_gradient(args, model, optimizer):
     """In the place of a script's optimizer_step."""
-    trained = [p.grad.full_tensor() for p in optimizer.param_groups[0]["params"] if p.grad is not None]
-    gradients.append(torch.cat([gradient.flatten() for gradient in trained]).double())
+    trained = {name: p.grad for name, p in model.transformer.named_parameters() if p.grad is not None}
+    gradients.append({name: gradient.full_tensor().double().flatten() for name, gradient in trained.items()})
     optimizer.zero_grad()
-    return gradients[-1].norm().item()
+    return torch.cat(list(gradients[-1].values())).norm().item()
+
+
+def layer_of(name):
+    """A parameter's layer, alike for all blocks: transformer_blocks.3.attn.to_q.lora_A.default.weight is
+    transformer_blocks.N.attn.to_q."""
+    layer = re.sub(r"\.(lora_[AB]\.\w+\.)?(weight|bias)$", "", name)
+    return re.sub(r"(?<=\.)\d+(?=\.)", "N", layer)
+
+
+def agreement(names):
+    """The mean cosine of all pairs of rollouts, their deviation over the root of the number of rollouts, and the root
+    of the mean squared length, of the gradients of these parameters."""
+    rows = torch.stack([torch.cat([gradient[name] for name in names]) for gradient in gradients])
+    directions = torch.nn.functional.normalize(rows)
+    others = (directions @ directions.T)[~torch.eye(len(rows), dtype=torch.bool)]
+    error = others.std().item() / math.sqrt(len(rows))
+    return others.mean().item(), error, rows.square().sum(1).mean().sqrt().item()
+
+
+def print_layers():
+    layers = {}
+    for name in gradients[0]:
+        layers.setdefault(layer_of(name), []).append(name)
+    print("\n| layer | numbers | length of its gradient | cosine |\n|---|---|---|---|")
+    rows = [(*agreement(names), layer, names) for layer, names in layers.items()]
+    for cosine, error, length, layer, names in sorted(rows, key=lambda row: -row[0]):
+        count = sum(gradients[0][name].numel() for name in names)
+        print(f"| {layer} | {count:,} | {length:.1e} | {cosine:.3f} +- {error:.3f} |")
 
 
 def main():
     repair_torchvision()
     words = sys.argv[1:]
-    name = words.pop(0) if words and not words[0].startswith("-") else "flow_grpo"
+    name = "flow_grpo" if not words or words[0].startswith("-") or words[0] == "by_layer" else words.pop(0)
+    by_layer = words[:1] == ["by_layer"]
     script = importlib.import_module(name)
     with friendly_errors():
-        args = script.check(parse_args(script.Args, __doc__, [*words, *FIXED]))
+        args = script.check(parse_args(script.Args, __doc__, [*words[by_layer:], *FIXED]))
         script.optimizer_step = keep_gradient
         script.main(args, script.prepare(args))
-    directions = torch.stack([gradient / gradient.norm() for gradient in gradients])
-    count = len(directions)
-    cosines = directions @ directions.T
-    others = cosines[~torch.eye(count, dtype=torch.bool)]
-    error = others.std().item() / math.sqrt(count)
-    print(f"cosine {others.mean():.3f} +- {error:.3f}, {count} rollouts of {args.num_prompts * args.group_size} images")
+    cosine, error, _ = agreement(list(gradients[0]))
+    num_images = args.num_prompts * args.group_size
+    print(f"cosine {cosine:.3f} +- {error:.3f}, {len(gradients)} rollouts of {num_images} images")
+    if by_layer:
+        print_layers()
 
 
 if __name__ == "__main__":

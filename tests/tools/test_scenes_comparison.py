@@ -1,0 +1,85 @@
+"""benchmarks/scenes_comparison.py: which trials it makes, what it chooses by, and its tables. No run starts."""
+
+import json
+
+from benchmarks import scenes_comparison
+from benchmarks.comparison import is_recorded
+from benchmarks.scenes_comparison import (
+    RATES,
+    ROWS,
+    chosen,
+    command_of,
+    print_tables,
+    run_jobs,
+    tune_jobs,
+    widening_jobs,
+)
+
+import pytest
+
+pytestmark = pytest.mark.fast
+
+
+def trial(row, rate, reward, failed=False):
+    job = next(job for job in tune_jobs() if job["row"] == row)
+    evaluations = [{"geneval.soft": 0.9, "geneval": 0.9}, {"geneval.soft": reward, "geneval": 0.1}]
+    return job | {"learning_rate": rate, "failed": failed, "evaluations": evaluations}
+
+
+def trials(best):
+    """Of every row, with `best` ahead."""
+    return [trial(row, rate, 0.5 if rate == best else 0.3) for row in ROWS for rate in RATES]
+
+
+def test_a_choice_at_the_edge_gets_one_more_trial():
+    assert not widening_jobs(trials(1e-3))
+    assert {job["learning_rate"] for job in widening_jobs(trials(3e-4))} == {1e-4}
+    assert {job["learning_rate"] for job in widening_jobs(trials(3e-3))} == {1e-2}
+    again = trials(3e-3) + [trial(row, 1e-2, 0.6) for row in ROWS]
+    assert [is_recorded(job, again) for job in widening_jobs(trials(3e-3))] == [True] * len(ROWS)
+    assert chosen(again, "mix_grpo") == 1e-2
+    assert not widening_jobs(again)  # four trials at most
+
+
+def test_a_choice_goes_by_the_last_reward_of_trials_that_ended_well():
+    record = [trial("mix_grpo", 3e-4, 0.4), trial("mix_grpo", 1e-3, 0.4), trial("mix_grpo", 3e-3, 0.7, failed=True)]
+    assert chosen(record, "mix_grpo") == 3e-4  # of equal ones the lower
+    with pytest.raises(SystemExit, match="flow_grpo"):
+        chosen(record, "flow_grpo")
+
+
+def test_trials_see_no_prompt_of_the_table():
+    tuned, run = tune_jobs()[0], run_jobs(trials(1e-3))[0]
+    files = [command_of(job, "x")[command_of(job, "x").index("--eval_prompts") + 1] for job in (tuned, run)]
+    assert files == ["assets/scenes_train.jsonl", "assets/scenes_eval.jsonl"]
+    assert (tuned["seed"], tuned["rollouts"]) == (100, run["rollouts"] // 2)
+    assert [job["seed"] for job in run_jobs(trials(1e-3))] == [seed for seed in (1, 2, 3) for _ in ROWS]
+
+
+def test_every_row_makes_as_many_images_and_updates():
+    for job in run_jobs(trials(1e-3)):
+        words = command_of(job, "x")
+        option = lambda name: int(words[words.index(f"--{name}") + 1])
+        if job["row"] == "dpo_offline":
+            assert option("num_pair_prompts") * option("group_size") == 30 * 128
+            assert option("num_steps") * option("num_pairs") * 2 == 30 * 128
+        else:
+            assert option("num_steps") * option("num_prompts") * option("group_size") == 30 * 128
+            assert option("updates_per_rollout") == 2
+
+
+def test_the_tables_compare_with_the_model_before_and_with_flow_grpo(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(scenes_comparison, "ROWS", {row: ROWS[row] for row in ("flow_grpo", "mix_grpo")})
+    lines = [one for one in trials(1e-3) if one["row"] in scenes_comparison.ROWS]
+    for job in run_jobs(lines):
+        share = (0.3 if job["row"] == "flow_grpo" else 0.4) + job["seed"] / 100
+        bench = {"base": {"all six parts": 0.1, "colors": 0.0}, "trained": {"all six parts": share, "colors": 0.2}}
+        last = {"geneval.soft": 0.5, "seconds": 60.0, "drift_from_base": 0.1}
+        lines.append(job | {"failed": False, "evaluations": [last], "bench": bench})
+    path = tmp_path / "record.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    print_tables(path)
+    printed = capsys.readouterr().out
+    assert "| mix_grpo | 3 | 0.420 (0.410 to 0.430), +0.320 [" in printed  # against the model before training
+    assert "| mix_grpo | 3 | 0.420 (0.410 to 0.430), +0.100 [" in printed  # against flow_grpo.py
+    assert "**0.500**" in printed
