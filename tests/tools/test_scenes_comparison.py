@@ -1,9 +1,10 @@
 """benchmarks/scenes_comparison.py: which trials it makes, what it chooses by, and its tables. No run starts."""
 
+import importlib
 import json
 
 from benchmarks import scenes_comparison
-from benchmarks.comparison import is_recorded
+from benchmarks.comparison import ROOT, is_recorded
 from benchmarks.scenes_comparison import (
     RATES,
     ROWS,
@@ -14,6 +15,7 @@ from benchmarks.scenes_comparison import (
     tune_jobs,
     widening_jobs,
 )
+from common.run import parse_args
 
 import pytest
 
@@ -56,21 +58,23 @@ def test_trials_see_no_prompt_of_the_table():
     assert [job["seed"] for job in run_jobs(trials(1e-3))] == [seed for seed in (1, 2, 3) for _ in ROWS]
 
 
-def test_every_row_makes_as_many_images_and_updates():
+def test_every_row_makes_as_many_images_and_updates(monkeypatch):
+    monkeypatch.chdir(ROOT)
     for job in run_jobs(trials(1e-3)):
-        words = command_of(job, "x")
-        option = lambda name: int(words[words.index(f"--{name}") + 1])
+        script, *words = command_of(job, "x")[4:]
+        module = importlib.import_module(script.removesuffix(".py"))
+        args = module.check(parse_args(module.Args, "", words))
         if job["row"] == "dpo_offline":
-            assert option("num_pair_prompts") * option("group_size") == 30 * 128
-            assert option("num_steps") * option("num_pairs") * 2 == 30 * 128
+            assert args.num_pair_prompts * args.group_size == 30 * 128
+            assert args.num_steps * args.num_pairs * 2 == 30 * 128 * 2
         else:
-            assert option("num_steps") * option("num_prompts") * option("group_size") == 30 * 128
-            assert option("updates_per_rollout") == 2
+            assert args.num_steps * args.num_prompts * args.group_size == 30 * 128
+            assert args.updates_per_rollout == 2
 
 
 def test_the_tables_compare_with_the_model_before_and_with_flow_grpo(tmp_path, capsys, monkeypatch):
+    lines = [one for one in trials(1e-3) if one["row"] in ("flow_grpo", "mix_grpo")]
     monkeypatch.setattr(scenes_comparison, "ROWS", {row: ROWS[row] for row in ("flow_grpo", "mix_grpo")})
-    lines = [one for one in trials(1e-3) if one["row"] in scenes_comparison.ROWS]
     for job in run_jobs(lines):
         share = (0.3 if job["row"] == "flow_grpo" else 0.4) + job["seed"] / 100
         bench = {"base": {"all six parts": 0.1, "colors": 0.0}, "trained": {"all six parts": share, "colors": 0.2}}
