@@ -45,6 +45,14 @@ SFT = {
     "weight_decay": 0.01,
     "caption_dropout": 0.08,
 }
+RL = {  # as in recipes/embedded_scenes.sh: a LoRA of the layers that see the prompt
+    "kl_coef": 0.005,
+    "ema_decay": 0.9,
+    "lora_target_modules": (
+        *("linear_1", "linear_2", "context_embedder", "norm1_context.linear"),
+        *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+    ),
+}
 FAST = {"dtype": "bfloat16", "train_with": "compile"}
 
 
@@ -142,7 +150,7 @@ def rl(args: Args, size: Size) -> None:
     options: dict[str, Any] = {"name": run, "model": args.folder / "base", "image_size": (SIDE, SIDE)}
     options |= {"seed": args.seed}
     options |= {"rollout": "local", "train_prompts": TRAIN, "eval_prompts": HELD_OUT}
-    options |= {"reward": "geneval.soft", "eval_reward": "geneval"} | COMMON | size.rl
+    options |= {"reward": "geneval.soft", "eval_reward": "geneval"} | COMMON | RL | size.rl
     options |= dict(option.split("=", 1) for option in args.options)
     resume(run, options)
     start("torch.distributed.run", "--standalone", args.script, *as_words(options))
