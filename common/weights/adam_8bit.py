@@ -25,6 +25,8 @@ from torchao.optim.subclass_8bit import OptimState8bit
 class Adam8Bit(AdamW8bit):
     """torchao's AdamW8bit, whose rates are floats, as the scripts set them."""
 
+    in_8_bits = True  # for load_training_state, which knows no torchao
+
     @staticmethod
     def _subclass_zeros(p: torch.Tensor, signed: bool, block_size: int) -> OptimState8bit:
         moment = OptimState8bit.zeros(p.shape, signed, block_size, p.device, dtype=p.dtype)

@@ -79,7 +79,10 @@ def load_training_state(model: Family, optimizer: torch.optim.Optimizer | Optimi
     if num_ranks != dist.get_world_size() and on_rank_0():
         now = dist.get_world_size()
         saved_by = f"saved by {num_ranks} rank{'s' if num_ranks > 1 else ''}"
-        print_message(f"{saved_by}, resumed by {now}: equal to an uninterrupted run to round-off")
+        # 8-bit moments (common/weights/adam_8bit.py) are rounded again where a shard's blocks begin elsewhere
+        in_8_bits = any(getattr(each, "in_8_bits", False) for each in optimizers.values())
+        how_near = "the 8 bits of Adam's moments" if in_8_bits else "round-off"
+        print_message(f"{saved_by}, resumed by {now}: equal to an uninterrupted run to {how_near}")
     restore_rng_states(state["rng"][dist.get_rank() % len(state["rng"])])
 
 

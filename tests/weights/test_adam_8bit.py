@@ -4,6 +4,7 @@ Most of it needs torchao, which training does not: .ci/run installs it for this 
 """
 
 import importlib.util
+import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -295,7 +296,8 @@ def test_a_run_resumes_to_the_bit_and_on_other_ranks_nearly(ranks, tmp_path):
     first = ["--resume", whole / "checkpoints" / "step_000001.pt"]
     torchrun(tmp_path, "flow_grpo.py", *options, *first, "--name", "again", nproc=ranks)
     assert_equal_runs(tmp_path / "runs" / "again", whole, 2, 2)
-    torchrun(tmp_path, "flow_grpo.py", *options, *first, "--name", "others", nproc=3 - ranks)
+    done = torchrun(tmp_path, "flow_grpo.py", *options, *first, "--name", "others", nproc=3 - ranks)
+    assert re.search(f"saved by {ranks} .*, resumed by {3 - ranks}: .* to .*8 bits", done.stdout)
     [row], expected = read_metrics(tmp_path / "runs" / "others"), read_metrics(whole)[2]
     assert row["training/global_step"] == 2
     assert row["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=0.01)
