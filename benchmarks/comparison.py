@@ -465,8 +465,10 @@ def record_cut(path, cut):
         append(path, {"stage": "cut", "row": None, "rollouts": CUTS[cut][0], "thresholds": CUTS[cut][1]})
 
 
-def work_through(jobs, path, cores, do=None):
-    """Do the jobs that the record lacks, one on each core, and append a line for each that is finished."""
+def work_through(jobs, path, cores, do=None, follow=evaluations_of, name=folder_name):
+    """Do the jobs that the record lacks, one on each core, and append a line for each that is finished.
+
+    follow: the jobs that come right after one; name: what a finished one is called."""
     todo = [job for job in jobs if not is_recorded(job, read_record(path))]
     free: queue.SimpleQueue = queue.SimpleQueue()
     count = itertools.count(1)
@@ -479,13 +481,13 @@ def work_through(jobs, path, cores, do=None):
         core = free.get()
         try:
             if not stopping.is_set():
-                for one in (job, *evaluations_of(job)):
+                for one in (job, *follow(job)):
                     line = (do or do_job)(one, path, core)
                     with writing:
                         append(path, line)
                         failed = ", failed" if line.get("failed") else ""
                         if one is job:
-                            print(f"{next(count)} of {len(todo)}: {folder_name(job)}{failed}", flush=True)
+                            print(f"{next(count)} of {len(todo)}: {name(job)}{failed}", flush=True)
         except BaseException:
             stopping.set()
             raise

@@ -46,7 +46,6 @@ SFT = {
     "caption_dropout": 0.08,
 }
 RL = {  # as in recipes/embedded_scenes.sh: a LoRA of the layers that see the prompt
-    "kl_coef": 0.005,
     "ema_decay": 0.9,
     "lora_target_modules": (
         *("linear_1", "linear_2", "context_embedder", "norm1_context.linear"),
@@ -149,6 +148,7 @@ def rl(args: Args, size: Size) -> None:
     run = args.folder / "rl"
     options: dict[str, Any] = {"name": run, "model": args.folder / "base", "image_size": (SIDE, SIDE)}
     options |= {"seed": args.seed}
+    options |= {"kl_coef": 0.005} if args.script in ("flow_grpo.py", "grpo_guard.py", "mix_grpo.py") else {}
     options |= {"rollout": "local", "train_prompts": TRAIN, "eval_prompts": HELD_OUT}
     options |= {"reward": "geneval.soft", "eval_reward": "geneval"} | COMMON | RL | size.rl
     options |= dict(option.split("=", 1) for option in args.options)

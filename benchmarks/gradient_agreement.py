@@ -11,7 +11,7 @@ the number of rollouts. Of a gradient that is signal plus independent noise the 
 length that is signal, so that it grows with the number of images until it nears 1.
 
 by_layer, after the script's name, adds a table of layers, those of all blocks together: which are worth a LoRA? With
---lora_rank 0 it has all of the transformer.
+--lora_rank 0 it has all of the transformer. Every rollout's gradient stays in the CPU's memory, 4 bytes a weight.
 """
 
 import importlib
@@ -25,15 +25,15 @@ from common.run import friendly_errors, parse_args
 import torch
 
 FIXED = ("--updates_per_rollout", "1", "--kl_coef", "0")
-gradients = []  # of each rollout {parameter: its gradient}
+gradients = []  # of each rollout {parameter: its gradient, flat, in fp32}
 
 
 def keep_gradient(args, model, optimizer):
     """In the place of a script's optimizer_step."""
     trained = {name: p.grad for name, p in model.transformer.named_parameters() if p.grad is not None}
-    gradients.append({name: gradient.full_tensor().double().flatten() for name, gradient in trained.items()})
+    gradients.append({name: gradient.full_tensor().float().cpu().flatten() for name, gradient in trained.items()})
     optimizer.zero_grad()
-    return torch.cat(list(gradients[-1].values())).norm().item()
+    return sum(gradient.double().square().sum().item() for gradient in gradients[-1].values()) ** 0.5
 
 
 def layer_of(name):
@@ -46,11 +46,15 @@ def layer_of(name):
 def agreement(names):
     """The mean cosine of all pairs of rollouts, their deviation over the root of the number of rollouts, and the root
     of the mean squared length, of the gradients of these parameters."""
-    rows = torch.stack([torch.cat([gradient[name] for name in names]) for gradient in gradients])
-    directions = torch.nn.functional.normalize(rows)
-    others = (directions @ directions.T)[~torch.eye(len(rows), dtype=torch.bool)]
-    error = others.std().item() / math.sqrt(len(rows))
-    return others.mean().item(), error, rows.square().sum(1).mean().sqrt().item()
+    products = torch.zeros(len(gradients), len(gradients), dtype=torch.float64)
+    for name in names:
+        rows = torch.stack([gradient[name] for gradient in gradients]).double()  # (rollouts, numbers)
+        products += rows @ rows.T
+    squares = products.diagonal()
+    cosines = products / squares.outer(squares).sqrt().clamp_min(1e-300)  # 0 where there is no gradient
+    others = cosines[~torch.eye(len(gradients), dtype=torch.bool)]
+    error = others.std().item() / math.sqrt(len(gradients))
+    return others.mean().item(), error, squares.mean().sqrt().item()
 
 
 def print_layers():

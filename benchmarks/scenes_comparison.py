@@ -19,12 +19,13 @@ The detector and the VAE compute in bf16, which wants a CPU with AMX.
 import argparse
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.comparison import RUNS, child, make_job, neighbours, read_record, work_through
+from benchmarks.comparison import NOT_FINITE, RUNS, child, make_job, neighbours, read_record, work_through
 from tools.compare import as_markdown, comparison_table
 
 # ---- the design, fixed before the first run --------------------------------------------------------------------------
@@ -116,16 +117,29 @@ def command_of(job, name):
 def train(job, core, prefix=""):
     """Run, or resume, a job on a core. Returns its line of the record."""
     name = prefix + folder_name(job)
+    command = [*command_of(job, name), "--resume", "latest"]
+    check_begun(RUNS / name, command)
     RUNS.mkdir(exist_ok=True)
     with open(RUNS / f"{name}.log", "w") as file:
-        command = [*command_of(job, name), "--resume", "latest"]
         code = child(command, core, stdout=file, stderr=subprocess.STDOUT).returncode
-    if code and "not a finite number" not in (RUNS / f"{name}.log").read_text():
+    log = (RUNS / f"{name}.log").read_text()
+    if code and not any(reason in log for reason in NOT_FINITE):
         raise RuntimeError(f"{name} exited with {code}: read runs/{name}.log")
     line = job | {"failed": bool(code)} | measure(RUNS / name)
     if not code and line["steps"] != job["rollouts"] * (UPDATES if job["row"] == "dpo_offline" else 1):
         raise RuntimeError(f"{name}: {line['steps']} steps: start the comparison again")  # SIGTERM lets a run save
     return line | ({"bench": bench(RUNS / name, core)} if job["stage"] == "run" and not code else {})
+
+
+def check_begun(folder, command):
+    """RuntimeError: a run was begun here with other options, or with another detector or dtype of it."""
+    if not (folder / "args.json").exists():
+        return
+    begun = json.loads((folder / "args.json").read_text())
+    of_script = shlex.join(command[command.index("--name") :])
+    is_same = all(settings == SETTINGS for settings in begun["args"]["reward_settings"].values())
+    if not begun["command"].endswith(f" {of_script}") or not is_same:
+        raise RuntimeError(f"{folder}: other options have begun it: remove it and start the comparison again")
 
 
 def measure(folder):
@@ -156,10 +170,10 @@ def bench(run, core):
 
 
 def compare_all(path, cores):
-    do = lambda job, path, core: train(job, core)
-    work_through(tune_jobs(), path, cores, do)
-    work_through(widening_jobs(read_record(path)), path, cores, do)
-    work_through(run_jobs(read_record(path)), path, cores, do)
+    for jobs_of in (lambda record: tune_jobs(), widening_jobs, run_jobs):
+        jobs = jobs_of(read_record(path))
+        do = lambda job, path, core: train(job, core)
+        work_through(jobs, path, cores, do, follow=lambda job: (), name=folder_name)
 
 
 def again(path, row, seed, core):
@@ -191,7 +205,7 @@ def print_tables(path):
     before = runs_of(record, BASE, "base")
     if before:
         runs = {name: values for row in ROWS for name, values in runs_of(record, row).items()}
-        parts = list(before["before-seed1"][0])
+        parts = list(next(iter(before.values()))[0])
         print("", as_markdown(comparison_table(runs, before, parts)), "", sep="\n")
         print(as_markdown(comparison_table(runs, runs_of(record, BASE), [ALL, "seconds", "drift"])))
 
@@ -229,6 +243,7 @@ def main():
     if args.table:
         return print_tables(args.record)
     os.environ.update(SETTINGS)
+    os.environ.pop("GENEVAL_CLIP", None)  # which would judge colours in place of the pixels
     if args.only:
         return again(args.record, args.only, args.seed, args.cores[0])
     return compare_all(args.record, args.cores)

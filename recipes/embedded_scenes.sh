@@ -15,11 +15,14 @@ if grep -qs amx_bf16 /proc/cpuinfo; then # these cores compute in bf16 three tim
     export GENEVAL_DTYPE=${GENEVAL_DTYPE:-bfloat16}
     set -- --vae_dtype bfloat16 "$@"
 fi
+case $script in # whose KL is on the same scale; others keep their own
+    flow_grpo.py | grpo_guard.py | mix_grpo.py) set -- --kl_coef 0.005 "$@" ;;
+esac
 ${LAUNCH:-torchrun --standalone} "$script" --name scenes --rollout local \
     --model assets/embedded_scenes --image_size 128 128 --max_sequence_length 16 \
     --lora_target_modules linear_1 linear_2 context_embedder norm1_context.linear \
     add_q_proj add_k_proj add_v_proj to_add_out \
-    --num_steps 40 --eval_every 10 --kl_coef 0.005 --ema_decay 0.9 \
+    --num_steps 40 --eval_every 10 --ema_decay 0.9 \
     --train_prompts assets/scenes_train.jsonl --eval_prompts assets/scenes_eval.jsonl --max_prompts 96 \
     --reward geneval.soft --eval_reward geneval --num_prompts 16 --group_size 8 \
     "$@"

@@ -29,10 +29,10 @@ def test_layers_of_all_blocks_are_one(name, layer):
 @pytest.mark.fast
 def test_the_cosine_is_the_share_of_the_squared_length_that_is_signal(monkeypatch, capsys):
     torch.manual_seed(0)
-    signal = torch.randn(4000).double()
+    signal = torch.randn(4000)
     rollouts = []
     for _ in range(12):
-        noisy = signal + 3**0.5 * torch.randn(4000).double()  # a quarter of its squared length is signal
+        noisy = signal + 3**0.5 * torch.randn(4000)  # a quarter of its squared length is signal
         rollouts.append({"blocks.0.text.weight": signal, "blocks.1.image.weight": noisy, "blocks.2.image.bias": noisy})
     monkeypatch.setattr(gradient_agreement, "gradients", rollouts)
     cosine, error, length = agreement(["blocks.1.image.weight"])

@@ -2,14 +2,20 @@
 
 import importlib
 import json
+import shlex
+from contextlib import nullcontext
+from pathlib import Path
 
 from benchmarks import scenes_comparison
 from benchmarks.comparison import ROOT, is_recorded
 from benchmarks.scenes_comparison import (
     RATES,
     ROWS,
+    SETTINGS,
+    check_begun,
     chosen,
     command_of,
+    compare_all,
     print_tables,
     run_jobs,
     tune_jobs,
@@ -50,12 +56,44 @@ def test_a_choice_goes_by_the_last_reward_of_trials_that_ended_well():
         chosen(record, "flow_grpo")
 
 
-def test_trials_see_no_prompt_of_the_table():
+def test_trials_see_no_pair_colour_number_or_place_of_the_table(monkeypatch):
+    monkeypatch.chdir(ROOT)
     tuned, run = tune_jobs()[0], run_jobs(trials(1e-3))[0]
-    files = [command_of(job, "x")[command_of(job, "x").index("--eval_prompts") + 1] for job in (tuned, run)]
-    assert files == ["assets/scenes_train.jsonl", "assets/scenes_eval.jsonl"]
+    seen = []
+    for job in (tuned, run):
+        words = command_of(job, "x")
+        records = map(json.loads, Path(words[words.index("--eval_prompts") + 1]).read_text().splitlines())
+        seen.append({record["prompt"] for record in records if record["tag"] != "single_object"})
+    assert len(seen[0]) > 200 and len(seen[1]) > 100 and not seen[0] & seen[1]
     assert (tuned["seed"], tuned["rollouts"]) == (100, run["rollouts"] // 2)
     assert [job["seed"] for job in run_jobs(trials(1e-3))] == [seed for seed in (1, 2, 3) for _ in ROWS]
+
+
+def test_all_stages_follow_one_another_and_nothing_else(tmp_path, monkeypatch, capsys):
+    """With runs that end at once, of which those at the highest rate learn most."""
+
+    def ends_at_once(job, core):
+        return job | {"failed": False, "evaluations": [{"geneval.soft": job["learning_rate"]}]}
+
+    monkeypatch.setattr(scenes_comparison, "train", ends_at_once)
+    compare_all(tmp_path / "record.jsonl", [0])
+    record = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()]
+    assert [line["stage"] for line in record] == ["tune"] * 4 * len(ROWS) + ["run"] * 3 * len(ROWS)
+    assert {line["learning_rate"] for line in record if line["stage"] == "run"} == {1e-2}
+    assert "15 of 15: scenes-run-dpo_offline-0.01-seed3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("change", ["", "options", "detector"])
+def test_a_run_that_other_settings_have_begun_is_not_continued(change, tmp_path):
+    job = tune_jobs()[0]
+    command = [*command_of(job, "x"), "--resume", "latest"]
+    check_begun(tmp_path, command)  # nothing was begun
+    began = [*command_of(job | {"learning_rate": 7} if change == "options" else job, "x")[4:], "--resume", "latest"]
+    settings = SETTINGS | ({"GENEVAL_DTYPE": "float32"} if change == "detector" else {})
+    begun = {"command": shlex.join(began), "args": {"reward_settings": {"geneval": settings}}}
+    (tmp_path / "args.json").write_text(json.dumps(begun))
+    with pytest.raises(RuntimeError, match="other options") if change else nullcontext():
+        check_begun(tmp_path, command)
 
 
 def test_every_row_makes_as_many_images_and_updates(monkeypatch):
