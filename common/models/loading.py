@@ -451,7 +451,7 @@ def load_model(
         if isinstance(component, torch.nn.Module):
             component.requires_grad_(False).eval()
     if vae_dtype == "bfloat16":
-        to_bfloat16(pipe.vae)
+        to_bfloat16(pipe.vae, device)
     # For --train_with compile: SD3.5 has three kinds of block, each with three graphs (with gradient, without, and
     # recomputed by activation checkpointing). By default dynamo stops compiling after 8.
     torch._dynamo.config.recompile_limit = 64

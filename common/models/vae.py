@@ -48,13 +48,14 @@ def encode_in_slices(vae: "diffusers.ModelMixin", pixels: torch.Tensor) -> torch
     return torch.cat([of_slice.float() for of_slice in latents])
 
 
-def to_bfloat16(vae: "diffusers.ModelMixin") -> None:
+def to_bfloat16(vae: "diffusers.ModelMixin", device: torch.device | str) -> None:
     """Let the VAE compute in bf16. Buffers, among them FLUX.2's statistics of latents, stay in fp32.
 
-    Kernels of images are in torch's channels_last, in which a CPU computes faster.
+    device: where it will compute. On a CPU kernels of images are in torch's channels_last, which is faster.
     """
+    on_cpu = torch.device(device).type == "cpu"
     for parameter in vae.parameters():
-        layout = torch.channels_last if parameter.ndim == 4 else torch.contiguous_format
+        layout = torch.channels_last if on_cpu and parameter.ndim == 4 else torch.preserve_format
         parameter.data = parameter.data.to(torch.bfloat16, memory_format=layout)
 
 

@@ -368,6 +368,7 @@ def test_a_vae_in_bf16_moves_pixels_by_three_of_255_at_most():
     whole = embedded_model()
     rounded = load_model(type(whole), EMBEDDED, torch.float32, "cpu", vae_dtype="bfloat16")
     assert {p.dtype for p in rounded.pipe.vae.parameters()} == {torch.bfloat16}
+    assert rounded.pipe.vae.decoder.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
     assert whole.pipe.vae.dtype == rounded.transformer.dtype == torch.float32
     images = [Image.linear_gradient("L").resize((96, 32)).convert("RGB"), Image.new("RGB", (96, 32), "teal")]
     latents = whole.encode_images(images, 32, 96)
