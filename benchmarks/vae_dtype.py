@@ -31,7 +31,7 @@ def compare(name: str, vae: torch.nn.Module, latents: torch.Tensor) -> str:
     """The difference in a line. latents: as the VAE takes them. The VAE is in bf16 afterwards."""
     scale = 64 if "SD3.5" in name else 16
     whole = quantize(to_unit_range(decode_in_slices(vae, latents, scale))).int()  # (B, H, W, 3)
-    to_bfloat16(vae, next(vae.parameters()).device)
+    to_bfloat16(vae, latents.device)
     distance = (quantize(to_unit_range(decode_in_slices(vae, latents, scale))).int() - whole).abs()
     shares = ", ".join(f"{(distance <= n).float().mean():.2%} by at most {n}" for n in (0, 1, 2))
     size = " x ".join(map(str, whole.shape[:3]))
