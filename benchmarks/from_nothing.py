@@ -69,7 +69,7 @@ class Size:
 
 SIZES = {
     "tiny": Size(
-        transformer={"layers": 1, "heads": 2, "head_dim": 16},
+        transformer={"layers": 2, "heads": 2, "head_dim": 16},  # a last block has no to_add_out
         num_scenes=24,
         sft={"num_steps": 4, "num_records": 8, "eval_every": 4, "max_prompts": 6},
         rl={"num_steps": 2, "num_prompts": 2, "group_size": 4, "updates_per_rollout": 1, "max_prompts": 6},
