@@ -26,6 +26,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.comparison import NOT_FINITE, RUNS, child, make_job, neighbours, read_record, work_through
+from benchmarks.from_nothing import RL, as_words
 from tools.compare import as_markdown, comparison_table
 
 # ---- the design, fixed before the first run --------------------------------------------------------------------------
@@ -35,11 +36,6 @@ RATES, WIDEST = (3e-4, 1e-3, 3e-3), (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # tuned; as 
 NUM_PROMPTS, EVAL_EVERY = 192, 15  # of evaluations while training; held-out ones, when tuning the first of training
 SCENES = {"train": "assets/scenes_train.jsonl", "held_out": "assets/scenes_eval.jsonl"}
 MODEL = "--model assets/embedded_scenes --image_size 128 128 --max_sequence_length 16"
-# the recipe's LoRA, of the layers that see the prompt, and its EMA
-POLICY = (
-    "--lora_target_modules linear_1 linear_2 context_embedder norm1_context.linear add_q_proj add_k_proj add_v_proj "
-    "to_add_out --ema_decay 0.9"
-)
 REWARD, RIGHT = "geneval.soft", "geneval"  # trained on and tuned by; reported
 NO_KL = "--kl_coef 0"
 BASE, ALL = "flow_grpo", "all six parts"
@@ -104,7 +100,7 @@ def command_of(job, name):
     words += ["--vae_dtype", "bfloat16", "--reward", REWARD, "--eval_reward", RIGHT, "--train_prompts", SCENES["train"]]
     words += ["--eval_prompts", SCENES["train" if job["stage"] == "tune" else "held_out"], "--max_prompts", NUM_PROMPTS]
     words += ["--num_inference_steps", 3, "--eval_num_inference_steps", 3, "--group_size", 8]
-    words += [*POLICY.split(), *options.split()]
+    words += [*as_words(RL), *options.split()]  # the recipe's LoRA, of the layers that see the prompt, and its EMA
     if job["row"] == "dpo_offline":  # a step is an optimizer step
         words += ["--num_steps", steps * UPDATES, "--eval_every", EVAL_EVERY * UPDATES]
         words += ["--num_pair_prompts", steps * IMAGES // 8, "--num_pairs", IMAGES // UPDATES]
