@@ -1,7 +1,11 @@
 """The lists of packages in pyproject.toml, the requirements files and the container are equal, and each is pinned."""
 
+import json
 import re
+import subprocess
+import sys
 import tomllib
+from pathlib import Path
 
 from tests.conftest import ROOT
 
@@ -58,13 +62,34 @@ def test_the_container_has_the_versions_of_the_requirements_and_of_ci() -> None:
     assert cuda and f"CUDA {cuda[1]} " in (ROOT / "requirements-cuda.txt").read_text()
 
 
-def test_the_lock_has_the_versions_of_the_requirements() -> None:
+@pytest.mark.parametrize("file", ["requirements.txt", "requirements-cuda.txt"])
+def test_the_lock_has_the_versions_of_the_requirements(file: str) -> None:
     """And nothing but names, versions and hashes: no address of an index."""
-    lines = [line for line in (ROOT / "requirements.lock").read_text().splitlines() if not line.startswith("#")]
+    lock = (ROOT / file).with_suffix(".lock").read_text()
+    lines = [line for line in lock.splitlines() if not line.startswith("#")]
     found = [re.fullmatch(r"([\w.-]+)==([\w.+!]+) --hash=sha256:[0-9a-f]{64}", line) for line in lines]
     assert all(found)
     versions = {match[1].lower(): match[2].partition("+")[0] for match in found if match}
-    for file in ("requirements.txt", "requirements-core.txt", "requirements-dev.txt"):
-        for line in pinned(file):
+    for part in (file, "requirements-core.txt", "requirements-dev.txt"):
+        for line in pinned(part):
             name, _, version = line.partition("==")
             assert versions[name.strip().lower()] == version.strip(), line
+
+
+def test_a_lock_is_pips_report(tmp_path: Path) -> None:
+    """Of a report as pip writes it: a line a package, in order of names, whatever the index called the file."""
+    packages = [("zlib-ng", "1.0", "b" * 64), ("Aenum", "3.1.16", "a" * 64), ("torch", "2.13.0+cpu", "c" * 64)]
+    install = [
+        {
+            "metadata": {"name": name, "version": version},
+            "download_info": {"url": "file:///somewhere.whl", "archive_info": {"hashes": {"sha256": digest}}},
+        }
+        for name, version, digest in packages
+    ]
+    report = tmp_path / "report.json"
+    report.write_text(json.dumps({"environment": {"python_version": "3.11"}, "install": install}))
+    command = [sys.executable, ROOT / "recipes" / "container" / "pin_packages.py", report]
+    first, *lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert first.startswith("# ") and first.endswith(" with Python 3.11.")
+    expected = [f"Aenum==3.1.16 --hash=sha256:{'a' * 64}", f"torch==2.13.0+cpu --hash=sha256:{'c' * 64}"]
+    assert lines == [*expected, f"zlib-ng==1.0 --hash=sha256:{'b' * 64}"]
