@@ -113,7 +113,17 @@ def command_of(job, name):
 def train(job, core, prefix=""):
     """Run, or resume, a job on a core. Returns its line of the record."""
     name = prefix + folder_name(job)
-    command = [*command_of(job, name), "--resume", "latest"]
+    code = run_or_resume(command_of(job, name), name, core)
+    line = job | {"failed": bool(code)} | measure(RUNS / name)
+    if not code and line["steps"] != job["rollouts"] * (UPDATES if job["row"] == "dpo_offline" else 1):
+        raise RuntimeError(f"{name}: {line['steps']} steps: start the comparison again")  # SIGTERM lets a run save
+    return line | ({"bench": bench(RUNS / name, core)} if job["stage"] == "run" and not code else {})
+
+
+def run_or_resume(command, name, core):
+    """Run a command on a core, or resume it. Returns its exit code; RuntimeError if it failed, unless a loss or its
+    gradient was not finite."""
+    command = [*command, "--resume", "latest"]
     check_begun(RUNS / name, command)
     RUNS.mkdir(exist_ok=True)
     with open(RUNS / f"{name}.log", "w") as file:
@@ -121,10 +131,7 @@ def train(job, core, prefix=""):
     log = (RUNS / f"{name}.log").read_text()
     if code and not any(reason in log for reason in NOT_FINITE):
         raise RuntimeError(f"{name} exited with {code}: read runs/{name}.log")
-    line = job | {"failed": bool(code)} | measure(RUNS / name)
-    if not code and line["steps"] != job["rollouts"] * (UPDATES if job["row"] == "dpo_offline" else 1):
-        raise RuntimeError(f"{name}: {line['steps']} steps: start the comparison again")  # SIGTERM lets a run save
-    return line | ({"bench": bench(RUNS / name, core)} if job["stage"] == "run" and not code else {})
+    return code
 
 
 def check_begun(folder, command):
