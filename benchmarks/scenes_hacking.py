@@ -1,4 +1,4 @@
-"""Where do the proxy and the truth part? Scenes trained on NanoDet's soft score, watched by a judge that no policy pleases.
+"""Where do proxy and truth part? Scenes, trained on NanoDet's soft score and watched by a judge that no run trains on.
 
     python -m benchmarks.scenes_hacking RECORD --cores 0 1    # every run that RECORD lacks, one on each core
     python -m benchmarks.scenes_hacking RECORD --table        # its table, of docs/lab/scenes_hacking.md

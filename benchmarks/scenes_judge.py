@@ -1,13 +1,13 @@
-"""A second judge of scenes, which no policy is trained on: a small network that knows where which object is, in what paint.
+"""A second judge of scenes, which no policy is trained on: a network that knows where each object is, in what paint.
 
     python -m benchmarks.scenes_judge --train 2000      # makes WEIGHTS anew, of scenes that code draws and spoils
     python -m benchmarks.scenes_judge                   # what it gets wrong: the tables of docs/lab/scenes_judge.md
-    GENEVAL_DETECTOR=assets/nanodet torchrun --standalone flow_grpo.py ... --eval_reward benchmarks/scenes_judge.py:second_judge
+    bash recipes/embedded_scenes.sh --eval_reward geneval benchmarks/scenes_judge.py:second_judge
 
-As a reward: the score is 1 where an image is right by GenEval's rules, `soft` their fraction, as of the reward geneval,
-and `exact` is 1 where it is right and shows nothing else: every asked object in its number, and no other one. Its eyes
-are another network than NanoDet, trained on the very sprites that the tiny model learned from; its answer to what is
-half there is the truth of the drawing, not a detector's threshold.
+As a reward, the score is 1 where an image is right by GenEval's rules, `soft` is the fraction of the reward geneval,
+and `exact` is 1 where an image is right and shows nothing else: every object in the number that is asked, and no other.
+The network is trained on the very sprites that the tiny model learned from, and learns from the drawing what of an
+object is there.
 
 An image (128 px) becomes a map of 16 x 16 cells: the centre of an object of each kind is a peak (CenterNet, arXiv
 1904.07850), beside each the paint of what is there. An object is there if 0.65 of it is seen, and not if less than 0.35
