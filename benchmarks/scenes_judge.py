@@ -1,7 +1,9 @@
 """A second judge of scenes, which no policy is trained on: a network that knows where each object is, in what paint.
 
     python -m benchmarks.scenes_judge --train 2000      # makes WEIGHTS anew, of scenes that code draws and spoils
-    python -m benchmarks.scenes_judge                   # what it gets wrong: the tables of docs/lab/scenes_judge.md
+    python -m benchmarks.scenes_judge                   # what it gets wrong: the tables of docs/lab/scenes_hacking.md
+    python -m benchmarks.scenes_judge --runs RUN ...    # what it says of the images of runs
+    python -m benchmarks.scenes_judge --labels          # and on images of trained policies that were labelled by eye
     bash recipes/embedded_scenes.sh --eval_reward geneval benchmarks/scenes_judge.py:second_judge
 
 As a reward, the score is 1 where an image is right by GenEval's rules, `soft` is the fraction of the reward geneval,
@@ -16,6 +18,8 @@ is; in between the map is not taught.
 
 import argparse
 import functools
+import json
+import math
 import random
 from pathlib import Path
 
@@ -31,7 +35,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-WEIGHTS = Path(__file__).parents[1] / "docs" / "lab" / "records" / "scenes_judge.safetensors"
+RECORDS = Path(__file__).parents[1] / "docs" / "lab" / "records"
+WEIGHTS, LABELS = RECORDS / "scenes_judge.safetensors", RECORDS / "scenes_judge_labels.jsonl"
 KINDS = kinds()
 # the paint of a sprite in its own colours, by eye
 OWN = dict(zip(KINDS, ("red", "red", "white", "red", "black", "red", "brown", "black"), strict=True))
@@ -301,6 +306,39 @@ def count_objects(images, objects):
     return f"{there}", f"{found / there:.3f}", f"{more / there:.3f}", f"{painted / max(found, 1):.3f}"
 
 
+def print_labels():
+    """How often NanoDet and the judge say of 200 images of trained policies what a person said who saw no score."""
+    labels = [json.loads(line) for line in LABELS.read_text().splitlines()]
+    print("| images | question | by eye | NanoDet | of these wrong | judge | of these wrong |")
+    print("|---|---|---|---|---|---|---|")
+    for when in ("early", "middle", "late", "all", "sure"):
+        chosen = [
+            one for one in labels if when in (one["when"], "all") or (when == "sure" and not one["by_eye"]["unsure"])
+        ]
+        for key in ("right", "exact"):
+            cells = []
+            for judge in ("nanodet", "judge"):
+                said = [one for one in chosen if one[judge][key]]
+                cells += [f"{len(said)}", f"{sum(not one['by_eye'][key] for one in said)}"]
+            by_eye = sum(one["by_eye"][key] for one in chosen)
+            print(f"| {len(chosen)} {when} | {key} | {by_eye} | {' | '.join(cells)} |")
+
+
+def print_runs(runs):
+    """What the judge says of the images of runs' last evaluations, which their folders hold."""
+    print("| run | step | images | geneval | geneval.soft | judge | judge.soft | exact |")
+    print("|---|---|---|---|---|---|---|---|")
+    for run in runs:
+        folder = max((run / "samples").glob("[0-9]*"), key=lambda path: int(path.name))
+        records = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+        images = [Image.open(folder / record["file"]).convert("RGB") for record in records]
+        scores = second_judge(images, [], [record["metadata"] for record in records])
+        columns = [[record.get(name, math.nan) for record in records] for name in ("geneval", "geneval.soft")]
+        columns += [[score[key] for score in scores] for key in ("score", "soft", "exact")]
+        told = " | ".join(f"{sum(column) / len(column):.3f}" for column in columns)
+        print(f"| {run.name} | {int(folder.name)} | {len(images)} | {told} |", flush=True)
+
+
 def box_centre(detection):
     left, top, right, bottom = detection.box
     return (left + right) / 2, (top + bottom) / 2
@@ -309,11 +347,17 @@ def box_centre(detection):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train", type=int, default=0, metavar="STEPS", help="make the weights; 0: print the tables")
+    parser.add_argument("--labels", action="store_true", help="print the table of labelled images")
+    parser.add_argument("--runs", nargs="+", type=Path, help="print the table of their last evaluations' images")
     parser.add_argument("--count", type=int, default=100, help="scenes of a part")
     parser.add_argument("--seed", type=int, default=2, help="of the tables' scenes; training has 0")
     args = parser.parse_args()
     if args.train:
         return train(args.train, seed=0)
+    if args.labels:
+        return print_labels()
+    if args.runs:
+        return print_runs(args.runs)
     return print_tables(args.count, args.seed)
 
 
