@@ -75,4 +75,4 @@ case ${SETTINGS_OF:-$script} in
         exit 2
         ;;
 esac
-PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} ${LAUNCH:-torchrun --standalone --nproc_per_node 8} "$script" "${settings[@]}" "${@:2}"
+PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} exec ${LAUNCH:-torchrun --standalone --nproc_per_node 8} "$script" "${settings[@]}" "${@:2}"

@@ -327,7 +327,7 @@ class Command(NamedTuple):
 
 def started_by(recipe: Path, *arguments: str) -> Command:
     """The command that a recipe gives to torchrun, which here only says what it got."""
-    source = 'torchrun() { printf "%s\\n" "$@"; }; source "$0"'
+    source = 'exec() { "$@"; }; torchrun() { printf "%s\\n" "$@"; }; source "$0"'  # exec knows no functions
     words = subprocess.check_output(["bash", "-c", source, str(recipe), *arguments], text=True, cwd=ROOT).splitlines()
     place = next(i for i, word in enumerate(words) if word.endswith(".py"))
     launcher = words[:place]

@@ -184,7 +184,7 @@ def run_all(runs: Sequence[SweptRun], devices: Sequence[str]) -> dict[str, str]:
             print(f"{on}{shlex.join(run.command)}  # its output: {log_file}", flush=True)
             log_file.parent.mkdir(parents=True, exist_ok=True)
             with open(log_file, "a") as log:
-                # a session of its own: a recipe's shell would not pass a signal on
+                # a session of its own: a shell, as that of a user's recipe, need not pass a signal on
                 process = subprocess.Popen(run.command, env=environment, stdout=log, stderr=log, start_new_session=True)
             running.add(process)
             code = process.wait()

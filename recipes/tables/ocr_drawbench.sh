@@ -7,6 +7,7 @@
 # otherwise. Never run by us on a GPU.
 # The training is that of recipes/sd35_medium.sh, with 128 tokens as in Flow-GRPO's code. To go on with a run that ended,
 # or to measure one that is trained, give the same command with --resume latest behind it.
+# Ctrl-C lets the training save; a signal to this script alone does not reach it.
 # The table lies in runs/bench_mine/table.md.
 set -e
 name=${1:?"which name for the run?"}
@@ -17,5 +18,5 @@ of_drawbench="clip_score aesthetic pickscore hpsv2"
 bash recipes/sd35_medium.sh flow_grpo.py --name "$name" --model "$model" --max_sequence_length 128 \
     --reward ocr_scene_contains --eval_reward $of_drawbench \
     --train_prompts "$FLOW_GRPO/dataset/ocr/train.txt" --eval_prompts $here:texts $here:drawbench "${@:2}"
-${LAUNCH:-torchrun --standalone --nproc_per_node 8} -m tools.bench "$model" --runs "runs/$name" \
+exec ${LAUNCH:-torchrun --standalone --nproc_per_node 8} -m tools.bench "$model" --runs "runs/$name" \
     --prompts $here:texts $here:drawbench --reward ocr_scene_contains $of_drawbench --output "runs/bench_$name"

@@ -1,11 +1,14 @@
 """recipes/*.sh: each starts a command that its script takes, for the GPUs in the file's name."""
 
+import contextlib
 import importlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from common.rewards._loading import built_in_rewards
@@ -163,6 +166,32 @@ def test_a_fork_gets_the_settings_of_its_parent(tmp_path: Path, recipe: Path) ->
     (tmp_path / "folder" / "mine.py").write_text('"""Mine.\n\nParent: flow_grpo.py\n"""\nimport beside\n')
     subprocess.run(["bash", path, "folder/mine.py"], env=launch | {"LAUNCH": sys.executable}, check=True, cwd=tmp_path)
     assert of["lost.py"].returncode == 2 and of["lost.py"].stderr.endswith("has no settings for lost.py\n")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [("sd35_medium.sh", ["flow_grpo.py"]), ("sd35_medium_1x24gb.sh", []), ("embedded_scenes.sh", [])],
+)
+def test_a_signal_to_a_recipe_reaches_torchrun(tmp_path: Path, recipe: str, words: list[str]) -> None:
+    """As `kill PID` and `docker stop` send it: to the process that was started, and to no other."""
+    stand_in = tmp_path / "torchrun"
+    lines = ("#!/bin/bash", "trap 'touch saved; exit' TERM", "touch started", "while :; do sleep 0.05; done")
+    stand_in.write_text("\n".join(lines))
+    stand_in.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", ROOT / "recipes" / recipe, *words]
+    # in a group of its own, by which the test ends what a shell leaves behind
+    started = subprocess.Popen(command, env=environment, cwd=tmp_path, start_new_session=True)
+    try:
+        end = time.monotonic() + 10
+        while not (tmp_path / "started").exists():
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        started.send_signal(signal.SIGTERM)
+        assert started.wait(10) == 0 and (tmp_path / "saved").exists()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)
 
 
 @pytest.mark.fast
