@@ -18,7 +18,7 @@ fi
 case $script in # whose KL is on the same scale; others keep their own
     flow_grpo.py | grpo_guard.py | mix_grpo.py) set -- --kl_coef 0.005 "$@" ;;
 esac
-exec ${LAUNCH:-torchrun --standalone} "$script" --name scenes --rollout local \
+exec ${LAUNCH:-torchrun --standalone --shutdown_timeout 7200} "$script" --name scenes --rollout local \
     --model assets/embedded_scenes --image_size 128 128 --max_sequence_length 16 \
     --lora_target_modules linear_1 linear_2 context_embedder norm1_context.linear \
     add_q_proj add_k_proj add_v_proj to_add_out \

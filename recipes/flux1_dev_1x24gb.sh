@@ -7,7 +7,7 @@
 # window of two trained steps, 16 x 16 images (there 48 x 24), a LoRA of the attention alone, 256 tokens (there 128),
 # and memory settings, with the base in int8.
 # To see its memory before you start: python -m tools.plan rtx4090 recipes/flux1_dev_1x24gb.sh
-exec ${LAUNCH:-torchrun --standalone} flow_grpo.py \
+exec ${LAUNCH:-torchrun --standalone --shutdown_timeout 7200} flow_grpo.py \
     --model black-forest-labs/FLUX.1-dev --dtype bfloat16 --image_size 512 512 --max_sequence_length 256 \
     --rollout local --base_weights int8 --train_with activation_checkpointing --prompt_cache embeddings \
     --lora_rank 64 --lora_alpha 128 --learning_rate 3e-4 --adam_eps 1e-8 --clip_range 1e-4 --ema_decay 0.987 \

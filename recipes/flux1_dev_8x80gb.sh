@@ -7,7 +7,7 @@
 # prompt cache.
 # With vLLM-Omni engines, which we have never run on a GPU: --rollout vllm --rollout_batch_size 8
 # To see its memory before you start: python -m tools.plan h100-80 recipes/flux1_dev_8x80gb.sh
-exec ${LAUNCH:-torchrun --standalone --nproc_per_node 8} flow_grpo.py \
+exec ${LAUNCH:-torchrun --standalone --shutdown_timeout 7200 --nproc_per_node 8} flow_grpo.py \
     --model black-forest-labs/FLUX.1-dev --dtype bfloat16 --image_size 512 512 --max_sequence_length 256 \
     --rollout local --prompt_cache embeddings --train_with compile \
     --lora_rank 64 --lora_alpha 128 --learning_rate 3e-4 --adam_eps 1e-8 --clip_range 1e-4 --ema_decay 0.987 \

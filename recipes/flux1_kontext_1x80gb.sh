@@ -7,7 +7,7 @@
 # advantages, learning rate, Adam's epsilon, clip range, average (0.9 every eighth optimizer step). Ours: 16 prompts
 # (there 48), a LoRA of the attention alone, 256 tokens, 28 steps in evaluation (there 20), and memory settings.
 # To see its memory before you start: python -m tools.plan h100-80 recipes/flux1_kontext_1x80gb.sh
-exec ${LAUNCH:-torchrun --standalone} flow_grpo.py \
+exec ${LAUNCH:-torchrun --standalone --shutdown_timeout 7200} flow_grpo.py \
     --model black-forest-labs/FLUX.1-Kontext-dev --dtype bfloat16 --image_size 384 384 --max_sequence_length 256 \
     --rollout local --train_with activation_checkpointing compile \
     --lora_rank 64 --lora_alpha 128 --learning_rate 3e-4 --adam_eps 1e-8 --clip_range 1e-4 --ema_decay 0.987 \

@@ -11,7 +11,7 @@
 # three), images of a group that start from different noise (there from one), a LoRA of the attention alone, 28 steps in
 # evaluation, and memory settings.
 # To see its memory before you start: python -m tools.plan h100-80 recipes/flux2_klein_edit_1x80gb.sh
-exec ${LAUNCH:-torchrun --standalone} flow_grpo.py \
+exec ${LAUNCH:-torchrun --standalone --shutdown_timeout 7200} flow_grpo.py \
     --model black-forest-labs/FLUX.2-klein-base-4B --dtype bfloat16 --image_size 512 512 --max_sequence_length 512 \
     --rollout local --train_with activation_checkpointing compile \
     --lora_rank 16 --lora_alpha 32 --learning_rate 5e-5 --adam_eps 1e-8 --clip_range 1e-4 \

@@ -6,7 +6,7 @@
 # optimizer steps per rollout, learning rate, Adam's epsilon, clip range (Flow-GRPO's pickscore_qwenimage: 1e-4). Ours:
 # 16 prompts (there 32), a LoRA of the attention alone, and memory settings, with the base in nf4.
 # To see its memory before you start: python -m tools.plan rtx4090 recipes/qwen_image_1x24gb.sh
-exec ${LAUNCH:-torchrun --standalone} flow_grpo.py \
+exec ${LAUNCH:-torchrun --standalone --shutdown_timeout 7200} flow_grpo.py \
     --model Qwen/Qwen-Image --dtype bfloat16 --image_size 512 512 --max_sequence_length 256 \
     --rollout local --base_weights nf4 --train_with activation_checkpointing --prompt_cache embeddings \
     --lora_rank 64 --lora_alpha 128 --learning_rate 3e-4 --adam_eps 1e-8 --clip_range 1e-5 \

@@ -5,7 +5,7 @@
 # optimizer steps per rollout, learning rate, Adam's epsilon, clip range (Flow-GRPO's pickscore_qwenimage: 1e-4). Ours:
 # 16 prompts (there 32), a LoRA of the attention alone, and memory settings.
 # To see its memory before you start: python -m tools.plan a100-40 recipes/qwen_image_2x40gb.sh
-exec ${LAUNCH:-torchrun --standalone --nproc_per_node 2} flow_grpo.py \
+exec ${LAUNCH:-torchrun --standalone --shutdown_timeout 7200 --nproc_per_node 2} flow_grpo.py \
     --model Qwen/Qwen-Image --dtype bfloat16 --image_size 512 512 --max_sequence_length 256 \
     --rollout local --train_with activation_checkpointing gather_blocks compile --prompt_cache embeddings \
     --lora_rank 64 --lora_alpha 128 --learning_rate 3e-4 --adam_eps 1e-8 --clip_range 1e-5 \

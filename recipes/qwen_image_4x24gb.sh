@@ -6,7 +6,7 @@
 # 16 prompts (there 32), a LoRA of the attention alone, and memory settings: it gathers a block at a time, because the
 # transformer does not fit on one GPU.
 # To see its memory before you start: python -m tools.plan rtx4090 recipes/qwen_image_4x24gb.sh
-exec ${LAUNCH:-torchrun --standalone --nproc_per_node 4} flow_grpo.py \
+exec ${LAUNCH:-torchrun --standalone --shutdown_timeout 7200 --nproc_per_node 4} flow_grpo.py \
     --model Qwen/Qwen-Image --dtype bfloat16 --image_size 512 512 --max_sequence_length 256 \
     --rollout local --train_with activation_checkpointing gather_blocks compile --prompt_cache embeddings \
     --lora_rank 64 --lora_alpha 128 --learning_rate 3e-4 --adam_eps 1e-8 --clip_range 1e-5 \

@@ -9,7 +9,7 @@
 # evaluation (there at 1024 x 1024). Ours: 16 prompts (there 48), a LoRA of the attention alone, 512 tokens, and memory
 # settings. The negative prompt is the one of the model's card.
 # To see its memory before you start: python -m tools.plan h100-80 recipes/qwen_image_edit_plus_1x80gb.sh
-exec ${LAUNCH:-torchrun --standalone} flow_grpo.py \
+exec ${LAUNCH:-torchrun --standalone --shutdown_timeout 7200} flow_grpo.py \
     --model Qwen/Qwen-Image-Edit-2509 --dtype bfloat16 --image_size 384 384 --max_sequence_length 512 \
     --negative_prompt " " \
     --rollout local --train_with activation_checkpointing compile \

@@ -6,7 +6,7 @@
 # average (0.9 every eighth optimizer step). Ours: no KL, bf16 (there fp16), 256 tokens (there 128), batches, prompt
 # cache.
 # To see its memory before you start: python -m tools.plan a100-40 recipes/sd35_medium_1x40gb.sh
-exec ${LAUNCH:-torchrun --standalone} flow_grpo.py \
+exec ${LAUNCH:-torchrun --standalone --shutdown_timeout 7200} flow_grpo.py \
     --model stabilityai/stable-diffusion-3.5-medium --dtype bfloat16 --image_size 512 512 --max_sequence_length 256 \
     --rollout_batch_size 8 --prompt_cache embeddings --train_with compile \
     --lora_rank 32 --lora_alpha 64 --learning_rate 3e-4 --adam_eps 1e-8 --clip_range 1e-4 --ema_decay 0.987 \

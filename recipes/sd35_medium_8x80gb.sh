@@ -6,7 +6,7 @@
 # average (0.9 every eighth optimizer step), micro-batch. Ours: bf16 (there fp16), 256 tokens (there 128).
 # With vLLM-Omni engines, which we have never run on a GPU: --rollout vllm --rollout_batch_size 16
 # To see its memory before you start: python -m tools.plan h100-80 recipes/sd35_medium_8x80gb.sh
-exec ${LAUNCH:-torchrun --standalone --nproc_per_node 8} flow_grpo.py \
+exec ${LAUNCH:-torchrun --standalone --shutdown_timeout 7200 --nproc_per_node 8} flow_grpo.py \
     --model stabilityai/stable-diffusion-3.5-medium --dtype bfloat16 --image_size 512 512 --max_sequence_length 256 \
     --rollout local --train_with compile \
     --lora_rank 32 --lora_alpha 64 --learning_rate 3e-4 --adam_eps 1e-8 --clip_range 1e-4 \

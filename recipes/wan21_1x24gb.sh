@@ -6,7 +6,7 @@
 # optimizer step). Ours: step kind and noise, a window of four trained steps, 16 prompts (there 4 per GPU), no KL, and
 # memory settings. my_rewards.py:motion is your own file.
 # To see its memory before you start: python -m tools.plan rtx4090 recipes/wan21_1x24gb.sh
-exec ${LAUNCH:-torchrun --standalone} flow_grpo.py \
+exec ${LAUNCH:-torchrun --standalone --shutdown_timeout 7200} flow_grpo.py \
     --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --dtype bfloat16 --image_size 240 416 --num_frames 33 \
     --max_sequence_length 512 \
     --rollout local --train_with activation_checkpointing compile --prompt_cache embeddings \

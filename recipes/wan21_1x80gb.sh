@@ -8,7 +8,7 @@
 # steps, evaluations of 16 videos, no KL, and memory settings. my_rewards.py:motion is your own file.
 # On eight GPUs: LAUNCH="torchrun --standalone --nproc_per_node 8", and add --num_prompts 32.
 # To see its memory before you start: python -m tools.plan h100-80 recipes/wan21_1x80gb.sh
-exec ${LAUNCH:-torchrun --standalone} flow_grpo.py \
+exec ${LAUNCH:-torchrun --standalone --shutdown_timeout 7200} flow_grpo.py \
     --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --dtype bfloat16 --image_size 480 832 --num_frames 81 \
     --max_sequence_length 512 \
     --rollout local --train_with activation_checkpointing compile --prompt_cache embeddings \

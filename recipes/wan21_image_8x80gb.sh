@@ -9,7 +9,7 @@
 # evaluation (there at 480 pixels). Ours: a LoRA of the attention alone, 512 tokens, and memory settings.
 # my_rewards.py:motion is your own file.
 # To see its memory before you start: python -m tools.plan h100-80 recipes/wan21_image_8x80gb.sh
-exec ${LAUNCH:-torchrun --standalone --nproc_per_node 8} flow_grpo.py \
+exec ${LAUNCH:-torchrun --standalone --shutdown_timeout 7200 --nproc_per_node 8} flow_grpo.py \
     --model Wan-AI/Wan2.1-I2V-14B-480P-Diffusers --dtype bfloat16 --image_size 240 240 --num_frames 5 \
     --max_sequence_length 512 \
     --rollout local --train_with activation_checkpointing compile \

@@ -74,4 +74,5 @@ case ${SETTINGS_OF:-$script} in
         exit 2
         ;;
 esac
-PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} exec ${LAUNCH:-torchrun --standalone --nproc_per_node 8} "$script" "${settings[@]}" "${@:2}"
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+exec ${LAUNCH:-torchrun --standalone --shutdown_timeout 7200 --nproc_per_node 8} "$script" "${settings[@]}" "${@:2}"

@@ -6,7 +6,7 @@
 # epsilon, clip range, average (0.9 every eighth optimizer step). Its guidance of 4 is 5 here, because ours counts from
 # 1. Ours: 16 prompts (there 48), a LoRA of the attention alone, 256 tokens, and memory settings.
 # To see its memory before you start: python -m tools.plan rtx4090 recipes/z_image_1x24gb.sh
-exec ${LAUNCH:-torchrun --standalone} flow_grpo.py \
+exec ${LAUNCH:-torchrun --standalone --shutdown_timeout 7200} flow_grpo.py \
     --model Tongyi-MAI/Z-Image --dtype bfloat16 --image_size 512 512 --max_sequence_length 256 \
     --rollout local --train_with activation_checkpointing compile --prompt_cache embeddings \
     --lora_rank 64 --lora_alpha 128 --learning_rate 3e-4 --adam_eps 1e-8 --clip_range 1e-4 --ema_decay 0.987 \

@@ -331,8 +331,10 @@ def started_by(recipe: Path, *arguments: str) -> Command:
     words = subprocess.check_output(["bash", "-c", source, str(recipe), *arguments], text=True, cwd=ROOT).splitlines()
     place = next(i for i, word in enumerate(words) if word.endswith(".py"))
     launcher = words[:place]
-    assert launcher[0] == "--standalone" and launcher[1:2] in ([], ["--nproc_per_node"]), launcher
-    ranks = int(launcher[2]) if launcher[1:] else 1
+    # longer than any recipe's step: torchrun kills a run that has not saved by then
+    assert launcher[:3] == ["--standalone", "--shutdown_timeout", "7200"], launcher
+    assert launcher[3:4] in ([], ["--nproc_per_node"]), launcher
+    ranks = int(launcher[4]) if launcher[3:] else 1
     return Command(recipe, ranks, words[place], words[place + 1 :])
 
 

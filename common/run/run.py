@@ -433,7 +433,7 @@ class Run:
         collective."""
         longest_step_s = self._clock.longest_step()
         if longest_step_s > LONG_STEP_S and is_killed_early():
-            advice = "start it with torchrun --shutdown_timeout 600"
+            advice = "start it with torchrun --shutdown_timeout 7200"
             print_once(f"a step takes long: torchrun kills a run 30 s after Ctrl-C, perhaps before it saved: {advice}")
         self._is_stopping = any(gather_objects(stop_requested(longest_step_s))) or self._stop_reason is not None
         return self._is_stopping

@@ -18,5 +18,6 @@ of_drawbench="clip_score aesthetic pickscore hpsv2"
 bash recipes/sd35_medium.sh flow_grpo.py --name "$name" --model "$model" --max_sequence_length 128 \
     --reward ocr_scene_contains --eval_reward $of_drawbench \
     --train_prompts "$FLOW_GRPO/dataset/ocr/train.txt" --eval_prompts $here:texts $here:drawbench "${@:2}"
-exec ${LAUNCH:-torchrun --standalone --nproc_per_node 8} -m tools.bench "$model" --runs "runs/$name" \
-    --prompts $here:texts $here:drawbench --reward ocr_scene_contains $of_drawbench --output "runs/bench_$name"
+exec ${LAUNCH:-torchrun --standalone --shutdown_timeout 7200 --nproc_per_node 8} -m tools.bench "$model" \
+    --runs "runs/$name" --prompts $here:texts $here:drawbench --reward ocr_scene_contains $of_drawbench \
+    --output "runs/bench_$name"

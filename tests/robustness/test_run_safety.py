@@ -84,7 +84,7 @@ def test_a_step_that_outlasts_torchruns_patience_is_told(words, is_told, tmp_pat
     run.should_stop()
     run.should_stop()
     parent.kill()
-    assert capfd.readouterr().err.count("--shutdown_timeout 600\n") == is_told
+    assert capfd.readouterr().err.count("--shutdown_timeout 7200\n") == is_told
 
 
 @pytest.mark.fast
