@@ -10,14 +10,28 @@ if [[ ${1:-} == *.py ]]; then
     script=$1
     shift
 fi
+refuse() {
+    echo "recipes/embedded_scenes.sh has no settings for $script" >&2
+    exit 2
+}
+case ${SETTINGS_OF:-$script} in
+    flow_grpo.py | grpo_guard.py | mix_grpo.py) set -- --kl_coef 0.005 "$@" ;; # whose KL is on the same scale
+    dpo_offline.py | contrib/sft.py) refuse ;;                                 # they sample nothing to train on
+    diffusion_nft.py | contrib/*.py) ;;                                        # others keep their own KL
+    *)
+        parent=$(sed -n '/^Parent: /{s/^Parent: \([^ @]*\).*/\1/p;q;}' "${SETTINGS_OF:-$script}" 2> /dev/null)
+        if [ "$parent" ]; then # a fork has the settings of its parent
+            SETTINGS_OF=$parent exec bash "$0" "$script" "$@"
+        fi
+        refuse
+        ;;
+esac
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export GENEVAL_DETECTOR=assets/nanodet
 if grep -qs amx_bf16 /proc/cpuinfo; then # these cores compute in bf16 three times as fast
     export GENEVAL_DTYPE=${GENEVAL_DTYPE:-bfloat16}
     set -- --vae_dtype bfloat16 "$@"
 fi
-case $script in # whose KL is on the same scale; others keep their own
-    flow_grpo.py | grpo_guard.py | mix_grpo.py) set -- --kl_coef 0.005 "$@" ;;
-esac
 exec ${LAUNCH:-torchrun --standalone --shutdown_timeout 7200} "$script" --name scenes --rollout local \
     --model assets/embedded_scenes --image_size 128 128 --max_sequence_length 16 \
     --lora_target_modules linear_1 linear_2 context_embedder norm1_context.linear \

@@ -148,23 +148,26 @@ def test_another_launcher(tmp_path) -> None:
     assert done.returncode != 0 and "which script" in done.stderr
 
 
-@pytest.mark.parametrize("recipe", [path for path in RECIPES if "which script" in (ROOT / path).read_text()])
+OF_SEVERAL_SCRIPTS = [path for path in RECIPES if "which script" in path.read_text()]
+
+
+@pytest.mark.parametrize("recipe", [*OF_SEVERAL_SCRIPTS, EMBEDDED], ids=lambda path: path.name)
 def test_a_fork_gets_the_settings_of_its_parent(tmp_path: Path, recipe: Path) -> None:
     """Also a fork of a fork, and with the commit of its parent. One in a folder imports what lies in the root."""
     launch = os.environ | {"LAUNCH": "echo"}
     for name, parent in (("mine.py", "flow_grpo.py@0123abc"), ("again.py", "mine.py"), ("lost.py", "nothing.py")):
         (tmp_path / name).write_text(f'"""Mine.\n\nParent: {parent}\n"""\n')
-    path = ROOT / recipe
     of = {}
     for script in ("flow_grpo.py", "mine.py", "again.py", "lost.py"):
-        command = ["bash", path, script, "--name", "a b"]
+        command = ["bash", recipe, script, "--name", "a b"]
         of[script] = subprocess.run(command, env=launch, capture_output=True, text=True, cwd=tmp_path)
     for fork in ("mine.py", "again.py"):
         assert of[fork].stdout == of["flow_grpo.py"].stdout.replace("flow_grpo.py", fork, 1)
     (tmp_path / "beside.py").touch()
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "mine.py").write_text('"""Mine.\n\nParent: flow_grpo.py\n"""\nimport beside\n')
-    subprocess.run(["bash", path, "folder/mine.py"], env=launch | {"LAUNCH": sys.executable}, check=True, cwd=tmp_path)
+    command = ["bash", recipe, "folder/mine.py"]
+    subprocess.run(command, env=launch | {"LAUNCH": sys.executable}, check=True, cwd=tmp_path)
     assert of["lost.py"].returncode == 2 and of["lost.py"].stderr.endswith("has no settings for lost.py\n")
 
 
@@ -218,6 +221,13 @@ def test_the_recipe_of_scenes_is_taken_by_each_script_that_samples(script: str, 
     assert (args.seed, args.model, args.eval_reward) == (2, "assets/embedded_scenes", ("geneval",))
     for file in (args.model, *args.train_prompts, *args.eval_prompts):
         assert Path(file).exists()
+
+
+@pytest.mark.parametrize("script", ["dpo_offline.py", "contrib/sft.py"])
+def test_the_recipe_of_scenes_refuses_a_script_that_does_not_sample(script: str) -> None:
+    launch = os.environ | {"LAUNCH": "echo"}
+    done = subprocess.run(["bash", EMBEDDED, script], env=launch, capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.endswith(f"has no settings for {script}\n")
 
 
 def test_the_recipe_of_scenes_trains_a_step(tmp_path) -> None:
