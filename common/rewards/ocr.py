@@ -11,6 +11,8 @@ import logging
 import unicodedata
 from typing import Any, Final
 
+from common.errors import error_prefix
+
 from PIL.Image import Image
 
 COMPARISON: Final = "NFKC"  # Unicode's form in which texts are compared; benches by another one are not compared
@@ -45,8 +47,19 @@ def quoted_text(prompt: str) -> str:
     return text
 
 
-# every prompt is checked before any model loads; mypy does not know that functions can have attributes
+def load() -> None:
+    """Load the recognition network, which the first image needs.
+
+    Raises:
+        ValueError: RapidOCR, or OpenCV or onnxruntime below it, does not load.
+    """
+    with error_prefix("cannot load RapidOCR", Exception):
+        _recognizer()
+
+
+# what a reward may carry (common/scoring.py); mypy does not know that functions can have attributes
 ocr.check = quoted_text  # type: ignore[attr-defined]
+ocr.load = load  # type: ignore[attr-defined]
 
 
 def compared(text: str) -> str:

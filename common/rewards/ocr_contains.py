@@ -5,7 +5,7 @@
 It needs nothing, like `ocr`. Flow-GRPO's code has this exemption, its paper does not.
 """
 
-from common.rewards.ocr import quoted_text, recognize, score_texts
+from common.rewards.ocr import load, quoted_text, recognize, score_texts
 
 from PIL.Image import Image
 
@@ -15,5 +15,6 @@ def ocr_contains(images: list[Image], prompts: list[str], metadata: list[dict]) 
     return score_texts(recognize(images), prompts, contains=True)
 
 
-# every prompt is checked before any model loads; mypy does not know that functions can have attributes
+# what a reward may carry (common/scoring.py); mypy does not know that functions can have attributes
 ocr_contains.check = quoted_text  # type: ignore[attr-defined]
+ocr_contains.load = load  # type: ignore[attr-defined]

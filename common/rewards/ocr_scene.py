@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from common.distributed import cores_of_this_rank
+from common.errors import error_prefix
 from common.rewards.ocr import quoted_text, score_texts
 
 from PIL.Image import Image
@@ -25,8 +26,19 @@ def ocr_scene(images: list[Image], prompts: list[str], metadata: list[dict]) -> 
     return score_texts(read_scene(images), prompts)
 
 
-# every prompt is checked before any model loads; mypy does not know that functions can have attributes
+def load() -> None:
+    """Load both networks in one of the threads that read; the others load theirs with their first image.
+
+    Raises:
+        ValueError: RapidOCR, or OpenCV or onnxruntime below it, does not load.
+    """
+    with error_prefix("cannot load RapidOCR", Exception):
+        _threads().submit(_reader).result()
+
+
+# what a reward may carry (common/scoring.py); mypy does not know that functions can have attributes
 ocr_scene.check = quoted_text  # type: ignore[attr-defined]
+ocr_scene.load = load  # type: ignore[attr-defined]
 
 
 def read_scene(images: list[Image]) -> list[str]:
@@ -47,13 +59,18 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _read(image: Image) -> str:
-    if not hasattr(_of_this_thread, "reader"):
-        _of_this_thread.reader = _new_reader()
-    lines = _of_this_thread.reader(image.convert("RGB")).txts  # None if the detector finds no line
+    lines = _reader()(image.convert("RGB")).txts  # None if the detector finds no line
     return "".join(lines or ())
 
 
 _of_this_thread = threading.local()  # .reader: the networks, which keep state between detector and recogniser
+
+
+def _reader() -> Any:  # a RapidOCR
+    """This thread's own."""
+    if not hasattr(_of_this_thread, "reader"):
+        _of_this_thread.reader = _new_reader()
+    return _of_this_thread.reader
 
 
 def _new_reader() -> Any:  # a RapidOCR

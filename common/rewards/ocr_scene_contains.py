@@ -7,7 +7,7 @@ of PaddleOCR's. This reader knows Chinese as well: now and then it takes a sign 
 """
 
 from common.rewards.ocr import quoted_text, score_texts
-from common.rewards.ocr_scene import read_scene
+from common.rewards.ocr_scene import load, read_scene
 
 from PIL.Image import Image
 
@@ -17,5 +17,6 @@ def ocr_scene_contains(images: list[Image], prompts: list[str], metadata: list[d
     return score_texts(read_scene(images), prompts, contains=True)
 
 
-# every prompt is checked before any model loads; mypy does not know that functions can have attributes
+# what a reward may carry (common/scoring.py); mypy does not know that functions can have attributes
 ocr_scene_contains.check = quoted_text  # type: ignore[attr-defined]
+ocr_scene_contains.load = load  # type: ignore[attr-defined]
