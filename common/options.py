@@ -106,8 +106,8 @@ class SharedArgs:
     resume: str | None = None
     """`latest` resumes this run from its newest checkpoint, or starts the run if there is none; a checkpoint file or a
     run folder starts a new run from that checkpoint, whose steps count. Options that you do not pass are the
-    checkpoint's, but for name, max_minutes and stop_if, and sizes that depend on the number of ranks where it has
-    changed"""
+    checkpoint's, but for name, max_minutes and stop_if, and on another number of ranks rollout_batch_size and
+    shard_ranks; micro_batch_size is lowered there to what divides"""
     trust_code: bool = False
     """take options that are code, such as --reward FILE.py:function, also from a checkpoint of --resume, or a file of
     --args, outside this checkout's runs/ (SECURITY.md); otherwise give them again"""

@@ -1,12 +1,13 @@
 """Options that are not typed: those of --args's file (JSON, YAML, a run's args.json), and a checkpoint's."""
 
 import json
-import os
+import math
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from common.distributed import launched_world_size
 from common.errors import error_prefix
 from common.files import check_format, load_checkpoint, saved_checkpoints
 from common.optional import optional_part
@@ -16,8 +17,7 @@ from common.run.recorded_options import as_recorded, check_code, from_record
 
 import yaml
 
-# recorded as they were fitted to a rank's share of the images, or to its GPU
-OF_ITS_RANKS = ("micro_batch_size", "rollout_batch_size", "shard_ranks")
+OF_ITS_RANKS = ("rollout_batch_size", "shard_ranks")  # not taken by another number of ranks
 # in a run's args.json, and not to be repeated
 OF_ONE_START = ("resume", "eval_only", "args", "trust_code", "reward_settings")
 
@@ -150,22 +150,35 @@ def _options_of_checkpoint(args: SharedArgs, state: dict[str, Any], argv: Sequen
 
     An option that is given in `argv` wins. An evaluation may have other prompts and steps; a run that trains on has all
     of them again, and a new run that starts from a checkpoint writes where its own options say. Other rewards in `argv`
-    take the place of what belonged to the checkpoint's.
+    take the place of what belonged to the checkpoint's. On another number of ranks no pass is larger than it was.
     """
     left_out: tuple[str, ...] = ("name", "max_minutes", "stop_if", *OF_ONE_START)
     if args.eval_only:
         left_out = optional_part("run.resuming", "--resume").EXPECTED_TO_DIFFER
     else:
         print_message(f"--resume {args.resume}: options that are not given are the checkpoint's")
-    if len(state["rng"]) != int(os.environ.get("WORLD_SIZE", "1")):
+    saved = dict(state["args"])
+    before, now = len(state["rng"]), launched_world_size()
+    if before != now and args.eval_only:  # which cuts no mini-batches
+        left_out += ("shard_ranks",)
+    elif before != now:
         left_out += OF_ITS_RANKS
+        saved["micro_batch_size"] = fit_to_ranks(saved["micro_batch_size"], before, now)
     left_out += tuple(given_options(argv))
-    recorded = {name: value for name, value in state["args"].items() if name not in left_out}
+    recorded = {name: value for name, value in saved.items() if name not in left_out}
     if "reward" not in recorded and "reward" in state["args"]:
         trained = as_recorded({"reward": args.reward}, type(args))["reward"]
         recorded = without_rewards(recorded, [*state["args"]["reward"]], [*trained], args.eval_reward)
     with error_prefix(f"--resume {args.resume}"):
         return from_record(recorded, type(args))
+
+
+def fit_to_ranks(micro_batch_size: int, before: int, now: int) -> int:
+    """A size that divides a rank's share of a mini-batch among `now` ranks, whatever share it divides among `before`.
+
+    The new share is the old one times before / now, a / b in lowest terms: b divides the old share, and is cancelled.
+    """
+    return micro_batch_size // math.gcd(micro_batch_size, now // math.gcd(before, now))
 
 
 def without_rewards(

@@ -168,8 +168,8 @@ def test_a_resumed_run_has_the_checkpoints_options_unless_they_are_given(here, m
     args = parse("--name", "mine", "--resume", "latest", "--num_steps", 50)
     assert (args.guidance_scale, args.num_steps, args.max_minutes, args.resume) == (2.0, 50, 0.0, "latest")
     assert (args.micro_batch_size, args.stop_if) == (4, ())  # what ended it would end it again
-    ranks[0] = 2  # it was fitted to another share
-    assert parse("--name", "mine", "--resume", "latest").micro_batch_size == flow_grpo.Args.micro_batch_size
+    ranks[0] = 2  # its share of a mini-batch was half as large
+    assert parse("--name", "mine", "--resume", "latest").micro_batch_size == 4
     assert "--resume latest: " in capfd.readouterr().err
     assert parse("--name", "other", "--resume", "latest").guidance_scale == 1.0  # another run's are not taken
     ranks[0] = 1
@@ -178,6 +178,24 @@ def test_a_resumed_run_has_the_checkpoints_options_unless_they_are_given(here, m
     expected = parse("--name", "other", "--seed", 7, *given, "--num_steps", 50, "--max_minutes", 0)
     assert args == replace(expected, resume="runs/mine")
     assert "--resume runs/mine: " in capfd.readouterr().err
+
+
+def test_on_other_ranks_no_pass_is_larger_than_it_was(here, monkeypatch):
+    """A rank's share of a mini-batch, 48 among four ranks, is 24 among eight, 64 among three and 192 on one."""
+    saved = vars(parse("--name", "mine", "--num_prompts", 48, "--micro_batch_size", 12, "--rollout_batch_size", 6))
+    state = {"args": saved, "rng": [{}] * 4, "step": 3}
+    monkeypatch.setattr("common.run.resuming.checkpoint_of", lambda run: run)
+    monkeypatch.setattr("common.run.option_files.load_checkpoint", lambda run: state)
+    sizes = {}
+    for ranks in (4, 8, 3, 1):
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        resumed = parse("--name", "other", "--resume", "runs/mine", "--num_steps", 50)
+        measured = parse("--name", "other", "--resume", "runs/mine", "--eval_only", "True")
+        sizes[ranks] = [flow_grpo.check(resumed).micro_batch_size, resumed.rollout_batch_size]
+        assert [flow_grpo.check(measured).micro_batch_size, measured.rollout_batch_size] == [12, 6]
+    assert sizes == {4: [12, 6], 8: [6, 0], 3: [4, 0], 1: [12, 0]}
+    given = parse("--name", "other", "--resume", "runs/mine", "--num_steps", 50, "--micro_batch_size", 64)
+    assert given.micro_batch_size == 64
 
 
 @pytest.mark.parametrize(
