@@ -11,7 +11,7 @@ from common.files import source_name
 from common.optional import optional_part, require_part
 from common.options import ArgsClass, Bound, EngineArgs, RatioArgs, SharedArgs, parse_lr_schedule
 from common.process import print_message
-from common.weights import check_attention
+from common.weights import check_attention, check_machine
 
 import tyro
 from docstring_parser import parse_from_object
@@ -55,6 +55,8 @@ def parse_args(args_class: type[ArgsClass], description: str, argv: list[str] | 
         is_own = args.resume == "latest" and args.name == own_name  # wherever it lies
         files = optional_part("run.option_files", "--resume")
         args = _parse(args_class, argv, files.options_to_resume(args, argv, is_own or trusts_code))
+    if is_script:  # a plan is for another machine
+        check_machine(args.attention)
     check_options(args)
     return args
 

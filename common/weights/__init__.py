@@ -1,6 +1,6 @@
 """The weights that a run trains: policies, LoRA, how FSDP holds them, and what a checkpoint has of them."""
 
-from common.weights.attention import check_attention
+from common.weights.attention import check_attention, check_machine
 from common.weights.lora import LORA_FILES, check_modules, linear_layers, make_lora, save_policy
 from common.weights.policy import (
     LoRA,
@@ -24,6 +24,7 @@ __all__ = [
     "acting",
     "add_policies",
     "check_attention",
+    "check_machine",
     "check_modules",
     "check_ranks_per_image",
     "choose_adam_kernel",

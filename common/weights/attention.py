@@ -21,8 +21,21 @@ DIFFUSERS_NAMES = {"native": "native", "cudnn": "_native_cudnn", "flash": "flash
 SDPA_BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION}  # of torch, for Stable Diffusion 3, which calls torch directly
 
 
+def check_machine(attention: str) -> None:
+    """Refuse a kernel that this machine has not, before anything is loaded.
+
+    Raises:
+        ValueError: in one line that names --attention and what it needs.
+    """
+    given = f"--attention {attention}"
+    if attention != "native" and not torch.cuda.is_available():
+        raise ValueError(f"{given}: needs a GPU; a CPU has native alone")
+    if attention == "flash" and importlib.util.find_spec("flash_attn") is None:
+        raise ValueError(f"{given}: needs the package flash-attn (pip install flash-attn)")
+
+
 def check_attention(attention: str, model: str, dtype: str, family: str | None = None) -> None:
-    """Refuse a kernel that this machine or the model cannot take, before anything is loaded.
+    """Refuse a kernel that the model cannot take, before anything is loaded.
 
     attention, model, dtype and family are the options of these names.
 
@@ -30,8 +43,6 @@ def check_attention(attention: str, model: str, dtype: str, family: str | None =
         ValueError: in one line that names the option and what it needs.
     """
     given = f"--attention {attention}"
-    if not torch.cuda.is_available():
-        raise ValueError(f"{given}: needs a GPU; a CPU has native alone")
     if dtype != "bfloat16":
         raise ValueError(f"{given}: needs --dtype bfloat16")
     found = family_class(model, family)
@@ -39,8 +50,6 @@ def check_attention(attention: str, model: str, dtype: str, family: str | None =
         raise ValueError(f"{given}: {WITH_A_MASK[attention].format(found.__name__)}")
     if attention not in found.attention_kernels:
         raise ValueError(f"{given}: {found.__name__} takes {' or '.join(found.attention_kernels)}")
-    if attention == "flash" and importlib.util.find_spec("flash_attn") is None:
-        raise ValueError(f"{given}: needs the package flash-attn (pip install flash-attn)")
 
 
 def use_attention(model: Family, attention: str) -> None:

@@ -7,13 +7,15 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import flow_grpo
 from common.data import PromptSet
 from common.engine.environment import engine_environment
 from common.errors import RunError
 from common.files.pictures import StoredImage
 from common.models.loading import family_class, load_model
+from common.run.command_line import parse_args
 from common.weights import attention
-from common.weights.attention import check_attention, use_attention
+from common.weights.attention import check_attention, check_machine, use_attention
 from tests.conftest import EMBEDDED, TINY, forked_engines, needs_engine, run_here
 from tests.engine.test_engine import start
 from tests.tiny_models import FAMILIES, make_checkpoint
@@ -37,17 +39,32 @@ def test_a_machine_that_cannot_take_the_kernel_is_named(tmp_path):
     assert re.match("flow_grpo.py: error: --attention cudnn: .* GPU; .* CPU ", line)
 
 
-def test_options_that_do_not_fit_the_kernel_are_named(has_gpu, monkeypatch, tmp_path):
+@pytest.mark.fast
+def test_flash_needs_its_package(has_gpu, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"^--attention flash: .*flash-attn"):
+        check_machine("flash")
+    check_machine("cudnn")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(name=name))
+    check_machine("flash")
+
+
+@pytest.mark.fast
+def test_a_plan_may_be_of_a_kernel_that_this_machine_has_not():
+    """It passes its own words to the parser, and is for a GPU elsewhere."""
+    words = ["--attention", "cudnn", "--dtype"]
+    assert parse_args(flow_grpo.Args, "", [*words, "bfloat16"]).attention == "cudnn"
+    with pytest.raises(ValueError, match="^--attention cudnn: .*--dtype bfloat16$"):
+        parse_args(flow_grpo.Args, "", [*words, "float32"])
+
+
+def test_options_that_do_not_fit_the_kernel_are_named(tmp_path):
     with pytest.raises(ValueError, match="^--attention cudnn: .*--dtype bfloat16$"):
         check_attention("cudnn", EMBEDDED, "float32")
     check_attention("cudnn", EMBEDDED, "bfloat16")
     flux = str(make_checkpoint("flux", tmp_path))
     with pytest.raises(ValueError, match="^--attention cudnn: Flux .* flash$"):
         check_attention("cudnn", flux, "bfloat16")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"^--attention flash: .*flash-attn"):
-        check_attention("flash", flux, "bfloat16")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(name=name))
     check_attention("flash", flux, "bfloat16")
     with pytest.raises(ValueError, match="^--attention flash: StableDiffusion3 .* cudnn$"):
         check_attention("flash", EMBEDDED, "bfloat16")
