@@ -1,8 +1,9 @@
-"""What a run without a GPU needs: a torchvision that loads, no GPU behind an old driver, and its share of the CPUs."""
+"""What a run needs of its machine: a torchvision that loads, no old driver, and its share of CPUs and memory."""
 
 import math
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -55,15 +56,27 @@ def quota_cores(root: Path = Path("/")) -> float:
     The smallest quota from this process's group up to the root counts. inf: there is none, or no cgroup is mounted.
     root: of the file system, for tests.
     """
+    return min((_quota_of(group, kind) for group, kind in _own_groups("cpu", root)), default=math.inf)
+
+
+def memory_bytes(root: Path = Path("/")) -> float:
+    """The machine's memory, or the part of it that Linux's cgroups leave this process, as `docker --memory`, SLURM and
+    Kubernetes' limits set it: the smallest limit from its group up to the root."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([machine, *(_limit_of(group, kind) for group, kind in _own_groups("memory", root))])
+
+
+def _own_groups(controller: str, root: Path) -> Iterator[tuple[Path, str]]:
+    """The folders of this process's cgroup and of those above it that have the controller, with "cgroup" (version 1) or
+    "cgroup2"."""
     try:
         groups = (root / "proc/self/cgroup").read_text(errors="surrogateescape").splitlines()
         mounts = (root / "proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
     except OSError:  # not Linux
-        return math.inf
+        return
     own: dict[str, str] = {}  # this process's group by controller; "" is version 2
     for _, controllers, path in (line.split(":", 2) for line in groups):
         own |= dict.fromkeys(controllers.split(","), path)
-    quotas = [math.inf]
     for mount in mounts:
         # proc(5): ID, parent, device, the group that is mounted, where, options, " - ", type, source, options
         fields, _, file_system = mount.partition(" - ")
@@ -71,8 +84,8 @@ def quota_cores(root: Path = Path("/")) -> float:
         kind, *_, options = file_system.split()
         if kind == "cgroup2":
             path = own.get("", "/")
-        elif kind == "cgroup" and "cpu" in options.split(","):
-            path = own.get("cpu", "/")
+        elif kind == "cgroup" and controller in options.split(","):
+            path = own.get(controller, "/")
         else:
             continue
         # in a container the mount may begin at the container's own group, which the path names from the host's root
@@ -80,8 +93,7 @@ def quota_cores(root: Path = Path("/")) -> float:
         folder = root / place.lstrip("/")
         parts = [] if below == "." or below.startswith("..") else below.split("/")
         for depth in range(len(parts) + 1):
-            quotas.append(_quota_of(folder.joinpath(*parts[:depth]), kind))
-    return min(quotas)
+            yield folder.joinpath(*parts[:depth]), kind
 
 
 def _quota_of(group: Path, kind: str) -> float:
@@ -93,4 +105,11 @@ def _quota_of(group: Path, kind: str) -> float:
             quota, period = (int((group / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
         if quota > 0:  # -1 is none
             return quota / period
+    return math.inf
+
+
+def _limit_of(group: Path, kind: str) -> float:
+    """The bytes of memory of one cgroup folder; inf, or in version 1 a huge number, where it has no limit."""
+    with suppress(OSError, ValueError):  # no such file, or "max"
+        return int((group / ("memory.max" if kind == "cgroup2" else "memory.limit_in_bytes")).read_text())
     return math.inf

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.cpu import memory_bytes
 from common.data import PromptSet
 from common.images import as_images
 from common.models.vae import decode_in_slices, encode_in_slices, quantize, to_unit_range
@@ -346,8 +347,8 @@ def on_device(model: Family, prefix: str) -> Iterator[None]:
 def pin_encoders(model: Family) -> None:
     """Let the text and image encoders wait in pinned memory, which a GPU copies faster and without the host waiting.
 
-    Nothing changes on a CPU, or where the encoders of this host's ranks would take more than half of its memory: no
-    other program can have pinned memory.
+    Nothing changes on a CPU, or where the encoders of this host's ranks would take more than half of its memory, or of
+    the job's limit: no other program can have pinned memory.
     """
     if model.device.type != "cuda":
         return
@@ -356,7 +357,7 @@ def pin_encoders(model: Family) -> None:
         if name.startswith(ENCODERS) and component is not None:
             tensors += [*component.parameters(), *component.buffers()]
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if 2 * num_ranks * pinned_bytes(tensors) <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+    if 2 * num_ranks * pinned_bytes(tensors) <= memory_bytes():
         for tensor in tensors:
             tensor.data = tensor.data.pin_memory()
 

@@ -8,7 +8,7 @@ import time
 from unittest import mock
 
 from common import distributed
-from common.cpu import quota_cores
+from common.cpu import memory_bytes, quota_cores
 from common.engine.environment import engine_environment
 from common.rewards._loading import load_rewards
 
@@ -198,8 +198,31 @@ def test_a_rank_has_its_share_of_the_quota(monkeypatch, quota, ranks, expected):
     assert distributed.cores_of_this_rank() == expected
 
 
+@pytest.mark.parametrize(
+    ("mount", "group", "limits", "expected"),
+    [
+        (V2, "0::/", {"": "30000"}, 30_000),
+        (V2, "0::/job/step", {"job": "50000", "job/step": "max"}, 50_000),
+        (V2, "0::/job", {"job": "max"}, 64_000),
+        (V2, "0::/job", {"job": "90000"}, 64_000),  # more than the machine has
+        (V1.replace("cpu,cpuacct", "memory"), "9:memory:/job", {"": "9223372036854771712", "job": "20000"}, 20_000),
+        (V1, "9:cpu,cpuacct:/job", {"job": "20000"}, 64_000),  # of another controller
+    ],
+)
+def test_the_memory_of_a_job_is_the_machines_or_its_limit(tmp_path, monkeypatch, mount, group, limits, expected):
+    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PAGE_SIZE": 1000, "SC_PHYS_PAGES": 64}[name])
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(f"{group}\n")
+    (tmp_path / "proc/self/mountinfo").write_text(f"{mount.format(top='/')}\n")
+    for name, limit in limits.items():
+        folder = tmp_path / mount.split()[4].lstrip("/") / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ("memory.max" if mount is V2 else "memory.limit_in_bytes")).write_text(f"{limit}\n")
+    assert memory_bytes(tmp_path) == expected
+
+
 def test_without_cgroups_there_is_no_quota(tmp_path):
-    assert quota_cores(tmp_path) == math.inf
+    assert quota_cores(tmp_path) == math.inf and 0 < memory_bytes(tmp_path) < math.inf
 
 
 @pytest.mark.parametrize("local_rank", ["0", "1"])
