@@ -426,6 +426,7 @@ def choose_options(
         divisors = [divisor for divisor in range(share, 0, -1) if share % divisor == 0]
         for size in divisors:  # the last one is 1, which is taken in any case
             w = replace(w, shard_ranks=shard_ranks, micro_batch_size=size)
+    gpu_bytes: of a GPU, without what something else holds there.
             if gpu_peak(blueprint, w, measure_decoding(blueprint, w, costs)) <= (1 - FREE) * gpu_bytes:
                 break
     return {"shard_ranks": shard_ranks, "micro_batch_size": size}
@@ -439,7 +440,8 @@ def fit_to_gpus(
     options: Mapping[str, Any],
     workload: Workload,
 ) -> dict[str, int]:
-    """choose_options on this machine's GPUs. Rank 0 counts, and says what it chose. A collective.
+    """choose_options on this machine's GPUs, by the one where least is left. Rank 0 counts, and says what it chose. A
+    collective.
 
     lora: None for full weights. checkpoint: the one that the run resumes from, if any.
 
@@ -447,6 +449,13 @@ def fit_to_gpus(
         RunError: --micro_batch_size 0 without a GPU, or a family's pass cannot be planned.
     """
     if not torch.cuda.is_available():
+def bytes_left() -> float:
+    """The bytes of this rank's GPU that the run may take: without the networks of rewards, which are loaded by now, and
+    without what other processes hold, such as a judge's server. CUDA's own are in a plan."""
+    free, total = torch.cuda.mem_get_info()
+    return total - max(0, total - free - CUDA_PROCESS)
+
+
         raise RunError("--micro_batch_size 0: takes what fits on a GPU, and this machine has none: pass a number")
     chosen = {name: options[name] for name in ("shard_ranks", "micro_batch_size")}
     ranks_here = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -460,13 +469,14 @@ def fit_to_gpus(
                 Blueprint(family, options["model"], lora, dtype, num_sources, vae_dtype),
                 workload,
                 options,
-                torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
+                gpu_bytes,
                 ranks=int(os.environ["WORLD_SIZE"]),
                 ranks_here=ranks_here,
                 saved_size=saved_size,
             )
         except RunError as error:
             raise RunError(f"{error}: pass --micro_batch_size and --shard_ranks, above 0") from error
+    gpu_bytes = min(gather_objects(bytes_left()))
         print_message(describe(chosen, ranks_here))
     return gather_objects(chosen)[0]
 

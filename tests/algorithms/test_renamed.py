@@ -5,7 +5,6 @@ import io
 import re
 from contextlib import redirect_stdout
 from pathlib import Path
-from types import SimpleNamespace
 
 from common.data import PromptSet
 from common.models.loading import family_class
@@ -113,8 +112,7 @@ def two_gpus(monkeypatch, blueprint, tmp_path):
     for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=NUM_BYTES))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (NUM_BYTES, NUM_BYTES))
     for module in (needs, inputs_module):
         monkeypatch.setattr(module, "gather_objects", lambda value: [value])
     monkeypatch.setattr(needs, "Blueprint", lambda *given, **more: blueprint)

@@ -708,8 +708,7 @@ def test_a_run_on_gpus_counts_the_pictures_of_its_records(one_rank, monkeypatch)
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=8e10))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (8e10, 8e10))
     monkeypatch.setattr(needs, "Blueprint", lambda *given: counted.append(given[4]))
     monkeypatch.setattr(needs, "choose_options", lambda *given, **more: {"shard_ranks": 0, "micro_batch_size": 4})
     options = {"model": "klein", "dtype": "bfloat16", "vae_dtype": "float32", "shard_ranks": 0, "micro_batch_size": 0}
@@ -736,6 +735,31 @@ def test_the_disk_of_a_full_model_and_of_a_cache_by_hand(tmp_path):
     assert plan.disk_line(blueprint, w, options | files, 3).endswith("for 10 prompts")  # 4 and 2 are drawn
     line = plan.disk_line(blueprint, replace(w, drawn_prompts=0), options, 3)
     assert line.endswith("MB for each prompt of the pairs")
+@pytest.mark.fast
+def test_a_run_fits_beside_what_its_gpus_hold_already(one_rank, monkeypatch):
+    """Networks of rewards, or a judge's server, on the GPU of any rank. CUDA's own memory is in the plan."""
+    given = []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70e9, 80e9))
+    monkeypatch.setattr(needs, "Blueprint", lambda *given: None)
+
+    def choose_options(*args, **more):
+        given.append(args[-1])
+        return {"shard_ranks": 0, "micro_batch_size": 1}
+
+    monkeypatch.setattr(needs, "choose_options", choose_options)
+    monkeypatch.setattr(needs, "gather_objects", lambda mine: [mine, 60e9 if isinstance(mine, float) else mine])
+    options = {"model": "sd", "dtype": "bfloat16", "vae_dtype": "float32", "shard_ranks": 0, "micro_batch_size": 0}
+    prompts = PromptSet(["a sign"], [{}])
+    needs.fit_to_gpus(Family, None, prompts, None, options, SMALL)
+    monkeypatch.setattr(needs, "gather_objects", lambda mine: [mine])
+    needs.fit_to_gpus(Family, None, prompts, None, options, SMALL)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80e9 - needs.CUDA_PROCESS / 2, 80e9))
+    needs.fit_to_gpus(Family, None, prompts, None, options, SMALL)
+    assert given == [60e9, 70e9 + needs.CUDA_PROCESS, 80e9]
+
+
 
 
 def test_what_cannot_be_planned_ends_with_a_line(fork, tmp_path, monkeypatch):

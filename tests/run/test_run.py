@@ -12,7 +12,6 @@ import time
 import types
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import flow_grpo
 from common import process
@@ -57,8 +56,7 @@ def test_without_a_gpu_options_stay_and_a_micro_batch_of_0_is_refused():
 def test_a_resumed_run_names_the_micro_batch_that_was_chosen_for_it(tmp_path, monkeypatch):
     """It decides the order of sums, so that another one would change the last digits."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=8))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (8, 8))
     monkeypatch.setattr(needs, "gather_objects", lambda value: [value])
     monkeypatch.setattr(needs, "Blueprint", lambda *args: None)
 
