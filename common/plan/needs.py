@@ -63,6 +63,7 @@ class PlannedRun(Workload):
     engine_with: tuple[str, ...] = ()
     engine_devices: tuple[int, ...] = ()
     eval_num_inference_steps: int = 1
+    eval_guidance_scale: float | None = None
     ranks: int = 1
     """ranks of all nodes"""
     ranks_here: int = 1
@@ -138,6 +139,17 @@ class Costs(NamedTuple):
     decoding: Cost  # by the VAE
     decoding_batch: Cost  # by the VAE, the images that are sampled at once
     trained_decoding: Cost = Cost(0, 0)  # the same with the backward pass, where the gradient comes through the VAE
+    evaluation: Cost | None = None  # a sampling step of an evaluation, where its guidance differs
+
+    @property
+    def eval_sampling(self) -> Cost:
+        """A sampling step of an evaluation."""
+        return self.evaluation or self.sampling
+
+    @property
+    def peak_of_sampling(self) -> int:
+        """Bytes of the larger sampling step, of a rollout or of an evaluation."""
+        return max(self.sampling.peak_bytes, self.eval_sampling.peak_bytes)
 
 
 class Part(NamedTuple):
@@ -161,8 +173,12 @@ def measure(blueprint: Blueprint, w: PlannedRun) -> Costs:
         forward = blueprint.velocity(*trained)
     training = blueprint.velocity(*trained, train=True, checkpointing=checkpointing)
     sampling, forward, training = (share_cost(cost, w.ranks_per_image) for cost in (sampling, forward, training))
+    evaluation = None
+    if w.eval_guidance_scale not in (None, w.guidance_scale):
+        cost = blueprint.velocity(*size, w.max_sequence_length, w.eval_guidance_scale)
+        evaluation = share_cost(cost, w.ranks_per_image)
     decoding = blueprint.decoding(1, *size)
-    costs = Costs(sampling, forward, training, decoding=decoding, decoding_batch=decoding)
+    costs = Costs(sampling, forward, training, decoding=decoding, decoding_batch=decoding, evaluation=evaluation)
     return measure_decoding(blueprint, w, costs)
 
 
@@ -267,7 +283,7 @@ def pass_parts(blueprint: Blueprint, w: PlannedRun, costs: Costs) -> list[Part]:
     if not w.has_engine:
         # the larger of the two: images are decoded when they have been sampled
         sampled = w.sampling_batch_images
-        taken = max(sampled * costs.sampling.peak_bytes, costs.decoding_batch.peak_bytes)
+        taken = max(sampled * costs.peak_of_sampling, costs.decoding_batch.peak_bytes)
         to_sample = advice if sampled == n else "lower --rollout_batch_size"
         name = f"sampling and decoding {sampled} image{'s' if sampled > 1 else ''}"
         parts.append(Part(name, taken, ("rollout",), "device", to_sample))
@@ -319,7 +335,7 @@ def engine_parts(blueprint: Blueprint, w: PlannedRun, costs: Costs) -> list[Part
     n = min(w.sampling_batch_images, w.images_of_a_rank)  # images that the engine samples at once
     fits_at_once = n * w.image_size[0] * w.image_size[1] <= PIXELS_AT_ONCE
     num_decoded = n if fits_at_once else 1  # as in common/engine/pipelines.py
-    taken = max(n * costs.sampling.peak_bytes, num_decoded * costs.decoding.peak_bytes)
+    taken = max(n * costs.peak_of_sampling, num_decoded * costs.decoding.peak_bytes)
     # of a worker: its share of the transformer, the LoRA and the VAE
     num_weights = blueprint.num_weights - blueprint.num_split + blueprint.num_split / workers
     if blueprint.is_lora:
@@ -410,6 +426,7 @@ def choose_options(
 ) -> dict[str, int]:
     """--shard_ranks and --micro_batch_size of a run on such GPUs, by its options, {name: value}: what 0 stands for.
 
+    gpu_bytes: of a GPU, without what something else holds there.
     The micro-batch is the largest that divides a rank's share of an optimizer step and leaves a tenth of the GPU free.
     A resumed run keeps the `saved_size` that was chosen for it, as another one would add up in another order, unless
     it does not divide the share of so many ranks.
@@ -426,10 +443,16 @@ def choose_options(
         divisors = [divisor for divisor in range(share, 0, -1) if share % divisor == 0]
         for size in divisors:  # the last one is 1, which is taken in any case
             w = replace(w, shard_ranks=shard_ranks, micro_batch_size=size)
-    gpu_bytes: of a GPU, without what something else holds there.
             if gpu_peak(blueprint, w, measure_decoding(blueprint, w, costs)) <= (1 - FREE) * gpu_bytes:
                 break
     return {"shard_ranks": shard_ranks, "micro_batch_size": size}
+
+
+def bytes_left() -> float:
+    """The bytes of this rank's GPU that the run may take: without the networks of rewards, which are loaded by now, and
+    without what other processes hold, such as a judge's server. CUDA's own are in a plan."""
+    free, total = torch.cuda.mem_get_info()
+    return total - max(0, total - free - CUDA_PROCESS)
 
 
 def fit_to_gpus(
@@ -449,17 +472,11 @@ def fit_to_gpus(
         RunError: --micro_batch_size 0 without a GPU, or a family's pass cannot be planned.
     """
     if not torch.cuda.is_available():
-def bytes_left() -> float:
-    """The bytes of this rank's GPU that the run may take: without the networks of rewards, which are loaded by now, and
-    without what other processes hold, such as a judge's server. CUDA's own are in a plan."""
-    free, total = torch.cuda.mem_get_info()
-    return total - max(0, total - free - CUDA_PROCESS)
-
-
         raise RunError("--micro_batch_size 0: takes what fits on a GPU, and this machine has none: pass a number")
     chosen = {name: options[name] for name in ("shard_ranks", "micro_batch_size")}
     ranks_here = int(os.environ["LOCAL_WORLD_SIZE"])
     may_copy = lora and ranks_here > 1 and not options["shard_ranks"]
+    gpu_bytes = min(gather_objects(bytes_left()))
     if on_rank_0() and (may_copy or not options["micro_batch_size"]):
         num_sources = len(eval_set.metadata[0].get("image", ()))  # all records have as many (check_sources)
         dtype, vae_dtype = (getattr(torch, options[name]) for name in ("dtype", "vae_dtype"))
@@ -476,7 +493,6 @@ def bytes_left() -> float:
             )
         except RunError as error:
             raise RunError(f"{error}: pass --micro_batch_size and --shard_ranks, above 0") from error
-    gpu_bytes = min(gather_objects(bytes_left()))
         print_message(describe(chosen, ranks_here))
     return gather_objects(chosen)[0]
 
@@ -518,6 +534,6 @@ def work(w: PlannedRun, costs: Costs) -> dict[str, Work]:
     vae = num_trained / w.micro_batch_images * costs.trained_decoding.flops
     phases["update"] = Work(passes * (trained + acting), vae)
     evaluated = -(-w.num_eval_images // w.sequence_groups)
-    sampled = evaluated * w.eval_num_inference_steps * costs.sampling.flops
+    sampled = evaluated * w.eval_num_inference_steps * costs.eval_sampling.flops
     phases["evaluation"] = Work(sampled, evaluated * costs.decoding.flops)
     return phases

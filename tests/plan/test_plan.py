@@ -609,6 +609,23 @@ def test_a_script_says_what_it_does(script, changes, expected):
 
 
 @pytest.mark.fast
+def test_an_evaluation_is_counted_by_its_own_guidance():
+    """Trained without guidance and evaluated with it, each sampling step of an evaluation passes twice the rows."""
+    blueprint = blueprint_of(EMBEDDED, 16, torch.float32)
+    guided = replace(SMALL, eval_guidance_scale=4.5)
+    costs, plain = needs.measure(blueprint, guided), needs.measure(blueprint, SMALL)
+    throughout = needs.measure(blueprint, replace(SMALL, guidance_scale=4.5))
+    done, without, with_it = needs.work(guided, costs), needs.work(SMALL, plain), needs.work(SMALL, throughout)
+    assert done["rollout"] == without["rollout"] and done["evaluation"] == with_it["evaluation"]
+    assert done["evaluation"].transformer > 1.9 * without["evaluation"].transformer
+    larger = COSTS._replace(evaluation=Cost(flops=20, peak_bytes=700))
+    sampling = {"local": "sampling and decoding 4 images", "vllm": "engine: sampling and decoding 8 images"}
+    for rollout, name in sampling.items():
+        parts = by_name(needs.memory_parts(blueprint, replace(guided, rollout=rollout), larger))
+        assert parts[name].num_bytes == int(name.split()[-2]) * 700
+
+
+@pytest.mark.fast
 def test_a_gradient_through_the_image_holds_every_step_and_the_vae():
     """Twice the activations for two steps; the VAE, which is used in the update, with what its gradient keeps."""
     blueprint = blueprint_of(EMBEDDED, 16, torch.float32)
@@ -719,23 +736,6 @@ def test_a_run_on_gpus_counts_the_pictures_of_its_records(one_rank, monkeypatch)
 
 
 @pytest.mark.fast
-def test_the_disk_of_a_full_model_and_of_a_cache_by_hand(tmp_path):
-    """Weights and two moments in fp32, an average; adapters in bf16. 3 held-out prompts, the empty one, 8 drawn."""
-    blueprint = blueprint_of(EMBEDDED, 0, torch.bfloat16)
-    w = replace(SMALL, policies=("default", "ema"), prompt_cache="kept", num_prompts=4, max_sequence_length=16)
-    options = {"keep_checkpoints": 3, "num_steps": 2, "train_prompts": ROOT / "assets" / "train_prompts.txt"}
-    options |= {"train_shares": (), "shuffle": True, "seed": 1}
-    checkpoint = 4 * blueprint.num_weights * 4 / 1e6
-    adapter = 2 * blueprint.num_weights / 1e6
-    cached = 12 * blueprint.conditioning_bytes(16, (32, 96)) / 1e6
-    expected = f"disk: checkpoints 3 x {checkpoint:.1f} MB, adapter/ and best_adapter/ {2 * adapter:.1f} MB, "
-    assert plan.disk_line(blueprint, w, options, 3) == expected + f"kept at most {cached:.1f} MB for 12 prompts"
-    (tmp_path / "two.txt").write_text("a sign\na mug\n")
-    files = {"train_prompts": (options["train_prompts"], tmp_path / "two.txt"), "train_shares": (1, 1)}
-    assert plan.disk_line(blueprint, w, options | files, 3).endswith("for 10 prompts")  # 4 and 2 are drawn
-    line = plan.disk_line(blueprint, replace(w, drawn_prompts=0), options, 3)
-    assert line.endswith("MB for each prompt of the pairs")
-@pytest.mark.fast
 def test_a_run_fits_beside_what_its_gpus_hold_already(one_rank, monkeypatch):
     """Networks of rewards, or a judge's server, on the GPU of any rank. CUDA's own memory is in the plan."""
     given = []
@@ -760,6 +760,23 @@ def test_a_run_fits_beside_what_its_gpus_hold_already(one_rank, monkeypatch):
     assert given == [60e9, 70e9 + needs.CUDA_PROCESS, 80e9]
 
 
+@pytest.mark.fast
+def test_the_disk_of_a_full_model_and_of_a_cache_by_hand(tmp_path):
+    """Weights and two moments in fp32, an average; adapters in bf16. 3 held-out prompts, the empty one, 8 drawn."""
+    blueprint = blueprint_of(EMBEDDED, 0, torch.bfloat16)
+    w = replace(SMALL, policies=("default", "ema"), prompt_cache="kept", num_prompts=4, max_sequence_length=16)
+    options = {"keep_checkpoints": 3, "num_steps": 2, "train_prompts": ROOT / "assets" / "train_prompts.txt"}
+    options |= {"train_shares": (), "shuffle": True, "seed": 1}
+    checkpoint = 4 * blueprint.num_weights * 4 / 1e6
+    adapter = 2 * blueprint.num_weights / 1e6
+    cached = 12 * blueprint.conditioning_bytes(16, (32, 96)) / 1e6
+    expected = f"disk: checkpoints 3 x {checkpoint:.1f} MB, adapter/ and best_adapter/ {2 * adapter:.1f} MB, "
+    assert plan.disk_line(blueprint, w, options, 3) == expected + f"kept at most {cached:.1f} MB for 12 prompts"
+    (tmp_path / "two.txt").write_text("a sign\na mug\n")
+    files = {"train_prompts": (options["train_prompts"], tmp_path / "two.txt"), "train_shares": (1, 1)}
+    assert plan.disk_line(blueprint, w, options | files, 3).endswith("for 10 prompts")  # 4 and 2 are drawn
+    line = plan.disk_line(blueprint, replace(w, drawn_prompts=0), options, 3)
+    assert line.endswith("MB for each prompt of the pairs")
 
 
 def test_what_cannot_be_planned_ends_with_a_line(fork, tmp_path, monkeypatch):
