@@ -26,12 +26,15 @@ from typing import NamedTuple
 from common.errors import RunError, error_prefix
 from common.files import atomic_file
 from common.images import as_one_picture, open_png
-from common.run.resuming import newest_record
+from common.run.record import changed_contents
+from common.run.resuming import newest_record, of_the_score, records_at, resume_differences
 from tools.compare import labels_of, overlay
 
 from PIL import Image, ImageChops, ImageStat
 
 SHOWN = 4  # samples of a kind
+# on which an image and its scores do not depend
+NOT_OF_AN_IMAGE = ("reward_weights", "best_by", "max_prompts", "eval_images_per_prompt")
 FAQ = Path(__file__).parents[1] / "docs" / "faq.md"
 STYLE = """
 body { font: 16px/1.5 sans-serif; max-width: 60rem; margin: 1rem auto; padding: 0 1rem; color: #222 }
@@ -266,14 +269,55 @@ def made_of(record: dict) -> tuple[object, tuple[object, object]]:
     return str(record.get("file")), (record.get("prompt"), record.get("seed"))
 
 
+def evaluation_differences(run: Path, first: int, last: int) -> list[str]:
+    """["eval_num_inference_steps: 6 -> 8"]: what decides an evaluation's images and scores, the weights apart, and was
+    changed by a resume between the evaluations of two steps. ValueError: a record of the run's options cannot be read.
+    """
+    records = []
+    for file in dict.fromkeys(records_at(run, first) + records_at(run, last)):
+        with error_prefix(file, Exception):  # whatever it holds
+            record = json.loads(file.read_text(encoding="utf-8"))
+            records.append((of_an_image(record["args"]), dict(record.get("contents") or {})))
+    (options, contents), *others = records
+    found: list[str] = []
+    for options_after, contents_after in others:
+        found += resume_differences(options, options_after)
+        changed = changed_contents(contents, contents_after)
+        found += [f"{name} has other contents" for name, of_scores in changed if of_scores]
+    return found
+
+
+def of_an_image(options: dict) -> dict:
+    """{name: value} of the options and settings that an image of an evaluation and each of its scores depend on."""
+    found = of_the_score(options | {"best_by": "any"})  # with the settings of --eval_reward
+    found["guidance_scale"] = found.pop("eval_guidance_scale") or found["guidance_scale"]
+    found |= {name: options.get(name) for name in ("eval_reward", "family")}
+    return {name: value for name, value in found.items() if name not in NOT_OF_AN_IMAGE}
+
+
+def evaluations(folder: Path) -> list[Path]:
+    """The folders of a run's evaluations, by step."""
+    found = [path.parent for path in folder.glob("samples/*/samples.jsonl") if path.parent.name.isdecimal()]
+    return sorted(found, key=lambda path: int(path.name))  # 9995 comes before 10000
+
+
+def changed_since_first(folder: Path) -> list[str]:
+    """What was changed between a run's first and last evaluation, so that their images cannot be compared."""
+    steps = [int(path.name) for path in evaluations(folder)]
+    with leaving_out(folder, []):  # the page has named the file
+        return evaluation_differences(folder, steps[0], steps[-1])
+    return ["its options cannot be read"]
+
+
 def read_samples(folder: Path, unread: list[str]) -> list[Sample]:
-    """The samples of a run's last evaluation, beside those of its first that have the same prompt and seed."""
-    steps = [path.parent for path in folder.glob("samples/*/samples.jsonl")]
-    steps.sort(key=lambda path: (len(path.name), path.name))  # by number: 9995 comes before 10000
+    """The samples of a run's last evaluation, beside those of its first that have the same prompt and seed, if both
+    were sampled and scored in the same way."""
+    steps = evaluations(folder)
     if not steps:
         return []
     first, last = steps[0], steps[-1]
-    firsts = read_lines(first / "samples.jsonl", unread) if first != last else []
+    is_pair = first != last and not changed_since_first(folder)
+    firsts = read_lines(first / "samples.jsonl", unread) if is_pair else []
     made_first = dict(made_of(record) for _, record in firsts)
     found = []
     for where, record in read_lines(last / "samples.jsonl", unread):
@@ -310,9 +354,11 @@ def samples(folder: Path, unread: list[str]) -> str:
     if not found:
         return ""
     shown = "there is one evaluation"
-    if len([*folder.glob("samples/*/samples.jsonl")]) > 1:
+    if len(evaluations(folder)) > 1:
         has_before = any(sample.before for sample in found)
         shown = "each at the first evaluation, then at the last" if has_before else "none is the first one's as well"
+        if changed := changed_since_first(folder):
+            shown = f"the first one is not shown, as since then a resume changed {html.escape('; '.join(changed))}"
     kinds = {
         "best": sorted(found, key=lambda sample: -sample.score),
         "worst": sorted(found, key=lambda sample: sample.score),

@@ -39,7 +39,7 @@ from common.weights.lora import LORA_FILES
 from tools.bench import as_markdown
 from tools.compare import mean_interval
 from tools.protocol import digest_tensors
-from tools.report import made_of, read_lines
+from tools.report import evaluation_differences, made_of, read_lines
 from tools.sample import as_evaluated, read_options, read_policy
 
 import httpx
@@ -528,6 +528,10 @@ def make_folder(folder: Path, args: argparse.Namespace) -> None:
     usage = usage_of(policy, base, options, prompt, num_sources, args.to or TO_BE_NAMED)
     if not pairs:
         print(f"{run}: no images and no scores, which need an evaluation of step 0 and one up to step {policy.step}")
+    elif changed := evaluation_differences(run, 0, step):
+        pairs = []
+        evaluated = f"the evaluations of steps 0 and {step} cannot be compared"
+        print(f"{run}: no images and no scores, as {evaluated}: between them a resume changed {'; '.join(changed)}")
     tables = bench_tables(args.bench, policy, options["model"]) if args.bench else []
     if not args.bench and (run / "bench" / "bench.json").is_file():
         try:

@@ -83,6 +83,15 @@ def newest_record(run: Path) -> Path:
     return [run / "args.json", *sorted(run.glob("args_step_*.json"))][-1]
 
 
+def records_at(run: Path, step: int) -> list[Path]:
+    """The files with the options that the evaluation of a step can have had: the newest from before the step and, where
+    the run was resumed at this step, which can do the evaluation again, that one too."""
+    by_step = {checkpoint_step(file.stem.removeprefix("args_")): file for file in run.glob("args_step_*.json")}
+    before = [number for number in by_step if 0 <= number < step]
+    first = by_step[max(before)] if before else run / "args.json"
+    return [first, by_step[step]] if step in by_step else [first]
+
+
 # ---- what the earlier run left ---------------------------------------------------------------------------------------
 def rewind(run: Path | str, step: int, logged_to: int) -> None:
     """Cut a run's folder back: checkpoints of steps after `step` go, and metrics of steps after `logged_to`.

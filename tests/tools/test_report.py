@@ -191,6 +191,31 @@ def test_an_image_of_another_prompt_is_no_before(tmp_path):
     assert first.before and second.before is None and second.change == 0
 
 
+@pytest.mark.parametrize(
+    ("resumed_at", "changes", "named"),
+    [
+        (2, {"args": {"eval_num_inference_steps": 8}}, ["eval_num_inference_steps: 6 -> 8"]),
+        (2, {"args": {"eval_guidance_scale": 3.0}}, ["guidance_scale: 1.0 -> 3.0"]),
+        (2, {"contents": {"code/mine.py": "2"}}, ["code/mine.py has other contents"]),
+        (5, {"args": {"negative_prompt": "blur"}}, ["negative_prompt: None -> blur"]),  # it may have evaluated again
+        (2, {"args": {"learning_rate": 1.0, "reward_weights": [2.0]}, "contents": {"source common/": "2"}}, []),
+        (6, {"args": {"eval_num_inference_steps": 8}}, []),  # behind both
+    ],
+)
+def test_images_that_were_sampled_or_scored_otherwise_are_no_before(tmp_path, resumed_at, changes, named):
+    folder = make_run(tmp_path / "one", 1e-4, ("red", "blue"))
+    options = {"eval_num_inference_steps": 6, "guidance_scale": 1.0, "reward": ["mine.py:f"], "reward_weights": [1.0]}
+    contents = {"code/mine.py": "1", "source common/": "1"}
+    (folder / "args.json").write_text(json.dumps({"args": options, "contents": contents}))
+    resumed = {"args": options | changes.get("args", {}), "contents": contents | changes.get("contents", {})}
+    (folder / f"args_step_{resumed_at:06d}.json").write_text(json.dumps(resumed))
+    assert report.evaluation_differences(folder, 0, 5) == named
+    assert all(bool(sample.before) != bool(named) for sample in report.read_samples(folder, []))
+    text = report.page([folder])
+    assert all(name.replace(">", "&gt;") in text for name in named)
+    assert ("each at the first evaluation" in text) != bool(named)
+
+
 def cut(file, size=-30):  # bytes, into the pixels of a PNG
     file.write_bytes(file.read_bytes()[:size])
 

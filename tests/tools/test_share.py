@@ -205,6 +205,17 @@ def test_the_scores_are_the_evaluations_paired(run):
     assert "| mine | 0.333 | 0.567 | +0.233 [-0.146, +0.613] |" in card.text
 
 
+def test_evaluations_of_other_options_are_not_compared(run, capsys):
+    """As after a resume at step 0, which may do that evaluation again."""
+    record = json.loads((run / "args.json").read_text())
+    record["args"]["eval_num_inference_steps"] = 9
+    (run / "args_step_000000.json").write_text(json.dumps(record))
+    card, folder = shared(run)
+    assert {path.name for path in folder.iterdir()} == {"README.md", WEIGHTS}
+    assert "| reward |" not in card.text and "eval_num_inference_steps: 6 -> 9" in capsys.readouterr().out
+    assert call_of(code_of(card))["prompt"] == 'a blue sign that says "55076"'
+
+
 def test_the_best_adapter_is_that_of_its_evaluation(run):
     (run / "best_adapter" / "best.json").write_text('{"step": 1}')
     file = run / "best_adapter" / WEIGHTS
