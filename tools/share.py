@@ -33,7 +33,7 @@ from common.models import known_folder
 from common.options import ASSETS
 from common.run.plots import save_grid
 from common.run.record import digest
-from common.run.recorded_options import from_root
+from common.run.recorded_options import CHECKOUT, from_root
 from common.run.resuming import newest_record, step_of_best
 from common.weights.lora import LORA_FILES
 from tools.bench import as_markdown
@@ -292,10 +292,14 @@ class Code(str):
 
 # ---- the card's tables -----------------------------------------------------------------------------------------------
 def public_path(text: str) -> str:
-    """An absolute path, also behind NAME=, as others may read it: from the checkout's root, otherwise its last part."""
-    name, equals, path = ("", "", text) if os.path.isabs(text) else text.partition("=")
+    """A path, also behind NAME=, as others may read it: from the checkout's root, otherwise its last part. A relative
+    one is taken from there, and is cut only where it leads outside. Any other text stays as it is."""
+    name, equals, path = text.partition("=")
+    if not equals or "/" in name:
+        name, equals, path = "", "", text
     path = from_root(path)
-    return name + equals + (Path(path).name if os.path.isabs(path) else path)
+    is_inside = not os.path.isabs(path) and Path(os.path.normpath(CHECKOUT / path)).is_relative_to(CHECKOUT)
+    return name + equals + (path if is_inside else Path(path).name)
 
 
 def evaluation_table(pairs: Sequence[Pair]) -> list[str]:
@@ -437,8 +441,8 @@ def files_section(record: dict, policy: Policy) -> list[str]:
     """A row for each file that the run read, and for the weights that it wrote."""
     rows = []
     for name, content in record.get("contents", {}).items():
-        kind, space, text = name.partition(" ")
-        shown = f"{kind} {public_path(text)}" if space else public_path(name)
+        option, space, text = name.partition(" ")
+        shown = f"{option} {public_path(text)}" if space and option.startswith("--") else public_path(name)
         if name.startswith("code/"):  # its path may begin at the root of a disk
             shown = f"code {Path(name).name}"
         rows.append(f"| `{shown}` | {content} |")

@@ -178,6 +178,25 @@ def test_what_the_folder_and_the_card_have(run):
     assert " --name mine " in command and f" --eval_prompts eval.txt --reward {'brightness.py:brightness'}" in command
 
 
+@pytest.mark.parametrize(
+    ("text", "public"),
+    [
+        ("../data/client/prompts.jsonl", "prompts.jsonl"),
+        ("--train_prompts=../data/client/prompts.jsonl", "--train_prompts=prompts.jsonl"),
+        ("ocr=assets/../../client/adapter", "ocr=adapter"),
+        ("../a=b/mine.py:f", "mine.py:f"),
+        ("/data/client/a=b.txt:column", "a=b.txt:column"),
+        (f"{ROOT}/assets/train_prompts.txt", "assets/train_prompts.txt"),
+        ("contrib/../assets/train_prompts.txt", "contrib/../assets/train_prompts.txt"),
+        ("runs/mine", "runs/mine"),
+        ("val/ocr/mean>=0.9", "val/ocr/mean>=0.9"),
+        ("a sign ...", "a sign ..."),
+    ],
+)
+def test_of_a_path_outside_the_checkout_only_the_last_part_is_public(text, public):
+    assert share.public_path(text) == public
+
+
 @pytest.mark.parametrize(("option", "value"), [("records", ["mine.jsonl"]), ("pairs", "mine.jsonl")])
 def test_records_and_pairs_stand_in_the_place_of_prompts(run, option, value):
     """Which such a run does not read; without pairs of its own offline DPO makes them of its prompts."""
