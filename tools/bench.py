@@ -9,15 +9,16 @@ The output folder gets table.md, bench.json and the scores of each image. The sa
 loses a batch of each rank; with further LoRAs it adds them. A mean is that of the prompts' means. Where all records
 have GenEval's `tag` it is the mean of the parts' means; a field `part` only adds a row for each part. Intervals are
 95 % over prompts, and those of differences are of prompts paired with the base's; a part of one prompt has none.
-Results whose protocols differ never stand in one table. An image that a reward fails on is left out and counted. A
-record's "rewards" names those that its prompt asks for, so that one command has files of several tasks.
+Results whose protocols differ never stand in one table. An image that a reward fails on is counted, and left out of the
+means of all policies of the same noise. A record's "rewards" names those that its prompt asks for, so that one command
+has files of several tasks.
 """
 
 import argparse
 import json
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,7 +63,8 @@ from tqdm import tqdm
 
 NEEDED = ("image_size", "num_inference_steps", "guidance_scale", "max_sequence_length")  # where no --run has them
 OF_FOLDER = ("model", "batch_size")  # one for all of a folder; they may differ between the results of a table
-Result = dict[str, Any]  # of a policy: its "seeds", and by reward its "scores", a mean for each prompt, and "failed"
+# of a policy: its "seeds", and by reward its "scores", a mean for each prompt, those of its "images", and "failed"
+Result = dict[str, Any]
 
 
 class Bench(NamedTuple):
@@ -94,13 +96,15 @@ def read_result(bench: Bench, policy: str, key: str) -> Result:
     or was not asked for."""
     files = [file for file, _ in bench.batches(key)]
     records = [record for file in files for record in json.loads(file.read_text(encoding="utf-8"))]
-    result: Result = {"policy": policy, "key": key, "seeds": bench.protocol["seeds"], "scores": {}, "failed": {}}
+    result: Result = {"policy": policy, "key": key, "seeds": bench.protocol["seeds"]}
+    result |= {"scores": {}, "images": {}, "failed": {}}
     group_size = bench.protocol["images_per_prompt"]
     for name in bench.protocol["rewards"]:
         scores = [record.get(name) for record in records]
         groups = [scores[first : first + group_size] for first in range(0, len(scores), group_size)]
         kept = [[score for score in group if score is not None] for group in groups]
         result["scores"][name] = [statistics.fmean(group) if group else None for group in kept]
+        result["images"][name] = scores
         result["failed"][name] = sum(name in record and record[name] is None for record in records)
     return result
 
@@ -114,25 +118,51 @@ def find_others(files: Sequence[Path], bench: Bench) -> list[Result]:
             prompts = bench.protocol["prompts"]
             found = next((one for one in benches if one["protocol"]["prompts"] == prompts), benches[0])
             check_match(found["protocol"], bench.protocol, ignore=(*OF_FOLDER, "seeds"))
+            if not all("images" in one for one in found["results"]):
+                raise ValueError("an older version wrote it, without each image's score: give its command again")
             results += [one | {"policy": f"{one['policy']} of {file.parent.name}"} for one in found["results"]]
     return results
 
 
+def prompt_means(bench: Bench, scores: Sequence[float | None], left_out: Collection[int]) -> list[float | None]:
+    """The mean of each prompt's images, by their numbers without those left out; None where none is left.
+
+    scores: of all images, None where the reward failed.
+    """
+    size = bench.protocol["images_per_prompt"]
+    means = []
+    for first in range(0, len(scores), size):
+        images = [image for image in range(first, first + size) if image not in left_out]
+        kept = [score for image in images if (score := scores[image]) is not None]
+        means.append(statistics.fmean(kept) if kept else None)
+    return means
+
+
 def summarise(bench: Bench, results: Sequence[Result]) -> list[dict[str, Any]]:
-    """A row for each reward, part and result: its mean and, from the same noise, its difference from the first's."""
+    """A row for each reward, part and result: its mean and, from the same noise, its difference from the first's.
+
+    Results of the same noise have the same images. One that a reward fails on is left out of all of these, so that a
+    difference is that of two means in the table.
+    """
     is_geneval = all(record.get("tag") and not record.get("part") for record in bench.prompts.metadata)
     groups = {"": list(bench.parts.values()) if is_geneval else [list(range(len(bench.prompts)))]}
     groups |= {part: [rows] for part, rows in bench.parts.items()}
     table = []
     for name in bench.protocol["rewards"]:
-        base = results[0]["scores"][name]
+        is_paired = [result["seeds"] == bench.protocol["seeds"] for result in results]
+        paired = [result["images"][name] for result, is_one in zip(results, is_paired, strict=True) if is_one]
+        failed = {image for scores in paired for image, score in enumerate(scores) if score is None}
+        means = [
+            prompt_means(bench, result["images"][name], failed if is_one else set())
+            for result, is_one in zip(results, is_paired, strict=True)
+        ]
         for part, rows in groups.items():
-            for result in results:
-                scores = result["scores"][name]
+            for number, (result, scores) in enumerate(zip(results, means, strict=True)):
                 row = {"reward": name, "part": part, "policy": result["policy"], "mean": mean_interval(scores, rows)}
-                if result is not results[0] and result["seeds"] == bench.protocol["seeds"]:
-                    pairs = zip(scores, base, strict=True)
-                    row["difference"] = mean_interval([None if None in (a, b) else a - b for a, b in pairs], rows)
+                if number and is_paired[number]:
+                    pairs = zip(scores, means[0], strict=True)
+                    differences = [None if a is None or b is None else a - b for a, b in pairs]
+                    row["difference"] = mean_interval(differences, rows)
                 table.append(row | {"failed": result["failed"][name]})
     return table
 

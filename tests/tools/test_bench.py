@@ -250,6 +250,11 @@ def test_rows_of_others_stand_beside_and_are_paired_where_the_noise_is_the_same(
     rows = {row["policy"]: row for row in paired["benches"][0]["table"] if row["reward"] == "redness"}
     assert list(rows) == ["base", "base of out", "acting of out", "idle of out"]
     assert rows["base of out"]["difference"] == rows["idle of out"]["difference"] == [0.0, 0.0, 0.0]
+    older = json.loads((done / "bench.json").read_text())
+    del older["benches"][0]["results"][0]["images"]
+    (tmp_path / "older.json").write_text(json.dumps(older))
+    with pytest.raises(SystemExit, match="--with .*/older.json: "):
+        run_bench(*words, "--output", tmp_path / "same", "--with", tmp_path / "older.json")
     noise = run_bench(*words, "--output", tmp_path / "new", "--seeds", "new", "--with", done / "bench.json")
     rows = {row["policy"]: row for row in noise["benches"][0]["table"] if row["reward"] == "redness"}
     assert "difference" not in rows["acting of out"]
@@ -322,10 +327,10 @@ def test_genevals_score_is_the_mean_of_its_parts(tmp_path, field, score):
     parts = ["one", "one", "one", "one", "two", "two", "two"]
     null = {"part": None} if field == "tag" else {}  # as a table's empty column: no field
     prompts = PromptSet(list("abcdefg"), [{field: part} | null for part in parts])
-    shared = {"rewards": ["geneval"], "seeds": "eval"}
-    base = {"policy": "base", "seeds": "eval", "scores": {"geneval": [0.0] * 7}, "failed": {"geneval": 0}}
+    shared = {"rewards": ["geneval"], "seeds": "eval", "images_per_prompt": 1}
+    base = {"policy": "base", "seeds": "eval", "images": {"geneval": [0.0] * 7}, "failed": {"geneval": 0}}
     scores = [0.0, 1.0, 0.0, 1.0, 1.0, 1.0, None]
-    other = {"policy": "other", "seeds": "eval", "scores": {"geneval": scores}, "failed": {"geneval": 4}}
+    other = {"policy": "other", "seeds": "eval", "images": {"geneval": scores}, "failed": {"geneval": 4}}
     made = bench.Bench("set", prompts, shared, tmp_path)
     table = bench.summarise(made, [base, other])
     means = {row["part"]: row["difference"][0] for row in table if row["policy"] == "other"}
@@ -340,10 +345,11 @@ def test_a_part_of_one_prompt_has_a_mean_and_no_interval(tmp_path):
     """And so has their mean; the other part keeps its own."""
     prompts = PromptSet(list("abc"), [{"tag": part} for part in ("one", "two", "two")])
     results = [
-        {"policy": policy, "seeds": "eval", "scores": {"geneval": scores}, "failed": {"geneval": 0}}
+        {"policy": policy, "seeds": "eval", "images": {"geneval": scores}, "failed": {"geneval": 0}}
         for policy, scores in (("base", [0.0, 0.0, 0.0]), ("other", [0.5, 0.0, 1.0]))
     ]
-    made = bench.Bench("set", prompts, {"rewards": ["geneval"], "seeds": "eval"}, tmp_path)
+    shared = {"rewards": ["geneval"], "seeds": "eval", "images_per_prompt": 1}
+    made = bench.Bench("set", prompts, shared, tmp_path)
     table = bench.summarise(made, results)
     assert json.loads(json.dumps(table[1]))["mean"] == [0.5, None, None]
     whole, one, two = bench.as_markdown(made.label, made.protocol, table, ["base", "other"]).splitlines()[-3:]
@@ -381,6 +387,26 @@ def test_a_reward_that_fails_on_an_image_is_counted(words, tmp_path):
     failing = [*words, "--reward", f"{tmp_path}/own.py:f", "--max_prompts", "3", "--output", tmp_path / "out"]
     (result, *_) = run_bench(*failing)["benches"][0]["results"]
     assert result["scores"] == {"f": [None, None, 1.0]} and result["failed"] == {"f": 4}
+
+
+@pytest.mark.fast
+def test_an_image_that_a_reward_fails_on_is_left_out_of_both_sides(tmp_path):
+    """By hand, as records of a folder: a LoRA that changes nothing has a mean of its own and a difference without it.
+    The third prompt has no image that both have. Other noise keeps all of its images."""
+    prompts = PromptSet(list("abc"), [{}, {}, {}])
+    shared = {"rewards": ["mine"], "seeds": "eval", "images_per_prompt": 2, "batch_size": 6}
+    made = bench.Bench("set", prompts, shared, tmp_path)
+    scores = {"base": [None, 0.2, 0.5, 0.7, None, 0.9], "same": [0.1, 0.2, 0.5, 0.7, 0.3, None]}
+    for key, of_images in scores.items():
+        (tmp_path / key).mkdir()
+        (tmp_path / key / "000000.json").write_text(json.dumps([{"mine": score} for score in of_images]))
+    base, same = (bench.read_result(made, key, key) for key in scores)
+    other = same | {"policy": "other", "seeds": "other"}
+    rows = {row["policy"]: row for row in bench.summarise(made, [base, same, other])}
+    assert rows["same"]["difference"] == (0.0, 0.0, 0.0)
+    assert rows["base"]["mean"][0] == rows["same"]["mean"][0] == pytest.approx((0.2 + 0.6) / 2)
+    assert rows["other"]["mean"][0] == pytest.approx((0.15 + 0.6 + 0.3) / 3) and "difference" not in rows["other"]
+    assert (rows["base"]["failed"], rows["same"]["failed"]) == (2, 1)
 
 
 @pytest.mark.fast
