@@ -6,12 +6,12 @@
         --image_size 512 512 --num_inference_steps 40 --guidance_scale 4.5 --max_sequence_length 256
 
 The output folder gets table.md, bench.json and the scores of each image. The same command continues after a kill, which
-loses a batch of each rank; with further LoRAs it adds them. A mean is that of the prompts' means. Where all records
-have GenEval's `tag` it is the mean of the parts' means; a field `part` only adds a row for each part. Intervals are
-95 % over prompts, and those of differences are of prompts paired with the base's; a part of one prompt has none.
-Results whose protocols differ never stand in one table. An image that a reward fails on is counted, and left out of the
-means of all policies of the same noise. A record's "rewards" names those that its prompt asks for, so that one command
-has files of several tasks.
+loses a batch of each rank; with further LoRAs it adds them. A mean is that of the prompts' means; equal records are one
+prompt. Where all records have GenEval's `tag` it is the mean of the parts' means; a field `part` only adds a row for
+each part. Intervals are 95 % over prompts, and those of differences are of prompts paired with the base's; a part of
+one prompt has none. Results whose protocols differ never stand in one table. An image that a reward fails on is
+counted, and left out of the means of all policies of the same noise. A record's "rewards" names those that its prompt
+asks for, so that one command has files of several tasks.
 """
 
 import argparse
@@ -83,6 +83,14 @@ class Bench(NamedTuple):
             found.setdefault(str(record.get("part") or record.get("tag") or ""), []).append(row)
         return {} if "" in found else found
 
+    @property
+    def equal(self) -> list[list[int]]:
+        """The rows of each different prompt: records that are equal are no further ones, which an interval is over."""
+        found: dict[str, list[int]] = {}
+        for row in range(len(self.prompts)):
+            found.setdefault(digest_prompts(self.prompts.select([row])), []).append(row)
+        return list(found.values())
+
     def batches(self, key: str) -> list[tuple[Path, range]]:
         """The file of each batch of a policy's scores, and its images' numbers, which count prompt by prompt."""
         total, size = len(self.prompts) * self.protocol["images_per_prompt"], self.protocol["batch_size"]
@@ -124,36 +132,39 @@ def find_others(files: Sequence[Path], bench: Bench) -> list[Result]:
     return results
 
 
-def prompt_means(bench: Bench, scores: Sequence[float | None], left_out: Collection[int]) -> list[float | None]:
-    """The mean of each prompt's images, by their numbers without those left out; None where none is left.
+def prompt_means(
+    scores: Sequence[float | None], left_out: Collection[int], equal: Sequence[Sequence[int]], images_per_prompt: int
+) -> list[float | None]:
+    """The mean of each prompt's images, at its first row; None at its other rows, and where no image is left.
 
-    scores: of all images, None where the reward failed.
+    scores: of all images, None where the reward failed. left_out: images by their numbers. equal: the rows of each
+    prompt.
     """
-    size = bench.protocol["images_per_prompt"]
-    means = []
-    for first in range(0, len(scores), size):
-        images = [image for image in range(first, first + size) if image not in left_out]
-        kept = [score for image in images if (score := scores[image]) is not None]
-        means.append(statistics.fmean(kept) if kept else None)
+    means: list[float | None] = [None] * (len(scores) // images_per_prompt)
+    for rows in equal:
+        images = [row * images_per_prompt + i for row in rows for i in range(images_per_prompt)]
+        kept = [score for image in images if image not in left_out and (score := scores[image]) is not None]
+        means[rows[0]] = statistics.fmean(kept) if kept else None
     return means
 
 
 def summarise(bench: Bench, results: Sequence[Result]) -> list[dict[str, Any]]:
     """A row for each reward, part and result: its mean and, from the same noise, its difference from the first's.
 
-    Results of the same noise have the same images. One that a reward fails on is left out of all of these, so that a
-    difference is that of two means in the table.
+    Equal records are one prompt. Results of the same noise have the same images. One that a reward fails on is left out
+    of all of these, so that a difference is that of two means in the table.
     """
     is_geneval = all(record.get("tag") and not record.get("part") for record in bench.prompts.metadata)
     groups = {"": list(bench.parts.values()) if is_geneval else [list(range(len(bench.prompts)))]}
     groups |= {part: [rows] for part, rows in bench.parts.items()}
+    equal, size = bench.equal, bench.protocol["images_per_prompt"]
     table = []
     for name in bench.protocol["rewards"]:
         is_paired = [result["seeds"] == bench.protocol["seeds"] for result in results]
         paired = [result["images"][name] for result, is_one in zip(results, is_paired, strict=True) if is_one]
         failed = {image for scores in paired for image, score in enumerate(scores) if score is None}
         means = [
-            prompt_means(bench, result["images"][name], failed if is_one else set())
+            prompt_means(result["images"][name], failed if is_one else set(), equal, size)
             for result, is_one in zip(results, is_paired, strict=True)
         ]
         for part, rows in groups.items():

@@ -307,11 +307,12 @@ def evaluation_table(pairs: Sequence[Pair]) -> list[str]:
     names = {name: None for pair in pairs for name, value in pair.after.items() if isinstance(value, float)}
     rows = []
     for name in names:
-        groups: dict[object, list[tuple[float, float]]] = {}  # by prompt
+        groups: dict[str, list[tuple[float, float]]] = {}  # by prompt; equal records are one
         for pair in pairs:
             before, after = pair.before.get(name), pair.after.get(name)
             if isinstance(before, float) and isinstance(after, float):  # None: the reward failed
-                groups.setdefault(pair.after["group"], []).append((before, after))
+                key = json.dumps([pair.after.get(field) for field in ("prompt", "metadata", "image")], sort_keys=True)
+                groups.setdefault(key, []).append((before, after))
         means = [tuple(map(statistics.fmean, zip(*scores, strict=True))) for scores in groups.values()]
         interval = mean_interval([after - before for before, after in means], [list(range(len(means)))])
         if interval is None:

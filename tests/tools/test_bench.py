@@ -390,6 +390,25 @@ def test_a_reward_that_fails_on_an_image_is_counted(words, tmp_path):
 
 
 @pytest.mark.fast
+def test_equal_records_are_one_prompt(tmp_path):
+    """Its mean is that of all its images. Another record of the same text is another prompt; so is it in a part."""
+    records = [("a", "x"), ("b", "y"), ("a", "x"), ("a", "z"), ("a", "x")]
+    prompts = PromptSet([text for text, _ in records], [{"ground_truth": truth, "part": "p"} for _, truth in records])
+    shared = {"rewards": ["mine"], "seeds": "eval", "images_per_prompt": 1}
+    results = [
+        {"policy": policy, "seeds": "eval", "images": {"mine": scores}, "failed": {"mine": 0}}
+        for policy, scores in (("base", [0.0] * 5), ("other", [0.1, 0.5, 0.2, 0.8, 0.6]))
+    ]
+    rows = bench.summarise(bench.Bench("set", prompts, shared, tmp_path), results)
+    once = bench.Bench("set", prompts.select([0, 1, 3]), shared, tmp_path)
+    for result, scores in zip(results, ([0.0] * 3, [0.3, 0.5, 0.8]), strict=True):
+        result["images"] = {"mine": scores}
+    for row, expected in zip(rows, bench.summarise(once, results), strict=True):
+        for of in ("mean", "difference"):
+            assert row.get(of) == (pytest.approx(expected[of]) if of in expected else None)
+
+
+@pytest.mark.fast
 def test_an_image_that_a_reward_fails_on_is_left_out_of_both_sides(tmp_path):
     """By hand, as records of a folder: a LoRA that changes nothing has a mean of its own and a difference without it.
     The third prompt has no image that both have. Other noise keeps all of its images."""

@@ -224,6 +224,18 @@ def test_the_scores_are_the_evaluations_paired(run):
     assert "| mine | 0.333 | 0.567 | +0.233 [-0.146, +0.613] |" in card.text
 
 
+def test_equal_records_are_one_prompt():
+    """Twice a, with 0.1 and 0.3, and b with 0.4; a record with other metadata would be another prompt."""
+    pairs = []
+    for group, (prompt, after) in enumerate([("a", 0.1), ("b", 0.4), ("a", 0.3)]):
+        record = {"prompt": prompt, "group": group, "metadata": {"n": prompt}}
+        pairs.append(share.Pair(record | {"mine": 0.0}, record | {"mine": after}, (Path("a.png"), Path("b.png"))))
+    # the differences are 0.2 and 0.4: their standard error is 0.1, times 12.706
+    assert share.evaluation_table(pairs)[-1] == "| mine | 0.000 | 0.300 | +0.300 [-0.971, +1.571] |"
+    pairs[0].after["metadata"] = {"n": "c"}
+    assert share.evaluation_table(pairs)[-1].startswith("| mine | 0.000 | 0.267 |")
+
+
 def test_evaluations_of_other_options_are_not_compared(run, capsys):
     """As after a resume at step 0, which may do that evaluation again."""
     record = json.loads((run / "args.json").read_text())
