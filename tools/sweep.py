@@ -8,8 +8,9 @@ An option that takes one value and is given several is swept. A run is named for
 are swept and its seed. Each run of a script is a process of one rank; with --devices one runs on each of these GPUs at
 a time, otherwise they follow each other. Ctrl-C, SIGTERM or a closed terminal stop the runs that are going, which save
 first. The same command goes on where it was ended: each run has --resume latest, and a finished one is not started
-again; one that another command finished under its name is told as such. With wandb the seeds of one setting share a
-group. A recipe for several scripts has its script behind it: recipes/sd35_medium.sh flow_grpo.py --name mine.
+again; one that another command began under its name is left as it is, and told as such. With wandb the seeds of one
+setting share a group. A recipe for several scripts has its script behind it: recipes/sd35_medium.sh flow_grpo.py --name
+mine.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, get_type_hints
 
+from common.files import saved_checkpoints
 from common.process import STOP_SIGNALS
 from common.run.plots import read_metrics
 from common.run.resuming import EXPECTED_TO_DIFFER, newest_record
@@ -157,6 +159,12 @@ def has_this_command(run: SweptRun) -> bool:
     return asked == {name: started.get(name) for name in asked} if run.start[0] == "bash" else asked == started
 
 
+def is_of_another(run: SweptRun) -> bool:
+    """Whether another command has begun a run of this name, which --resume latest would continue."""
+    folder = RUNS / run.name
+    return bool(saved_checkpoints(folder)) and (folder / "args.json").is_file() and not has_this_command(run)
+
+
 def run_all(runs: Sequence[SweptRun], devices: Sequence[str]) -> dict[str, str]:
     """Start every run that is not finished, as many at a time as there are devices. Returns {name: how it ended}."""
     free: queue.Queue[str] = queue.Queue()
@@ -171,9 +179,10 @@ def run_all(runs: Sequence[SweptRun], devices: Sequence[str]) -> dict[str, str]:
         raise KeyboardInterrupt
 
     def start(run: SweptRun) -> str:
+        if is_of_another(run):
+            return f"of another command: see {RUNS / run.name}/args.json"
         if is_finished(run):
-            is_same = has_this_command(run)
-            return "finished before" if is_same else f"of another command: see {RUNS / run.name}/args.json"
+            return "finished before"
         device = free.get()
         try:
             environment = {"WANDB_RUN_GROUP": Path(run.group).name} | dict(os.environ)

@@ -1,3 +1,4 @@
+import json
 import os
 import signal
 import subprocess
@@ -102,6 +103,23 @@ def test_a_finished_run_is_not_started_again_and_every_end_is_told(tmp_path, mon
     for more in (["--max_minutes", "60"], ["--track", "True"]):  # which may differ without a word
         same = runs[0]._replace(options=[*runs[0].options, *more])
         assert sweep.run_all([same], devices=[]) == {"a": "finished before"}
+
+
+def test_a_run_that_another_command_began_is_not_continued(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.py").write_text("raise SystemExit(1)")
+    run = sweep.SweptRun("a", "g", [sys.executable, "run.py"], ["--kl_coef", "0.04"])
+    folder = tmp_path / "runs" / "a"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "checkpoints" / "step_000001.pt").touch()
+    (folder / "metrics.jsonl").write_text('{"training/global_step": 1}')
+    (folder / "args.json").write_text(json.dumps({"args": {"num_steps": 2}, "command": "run.py --kl_coef 0.1"}))
+    assert sweep.run_all([run], devices=[]) == {"a": "of another command: see runs/a/args.json"}
+    assert not (tmp_path / "runs" / "a.log").exists()
+    same = run._replace(options=["--kl_coef", "0.1"])
+    assert sweep.run_all([same], devices=[]) == {"a": "failed with 1: see runs/a.log"}
+    (folder / "checkpoints" / "step_000001.pt").unlink()  # nothing that would be continued
+    assert sweep.run_all([run], devices=[]) == {"a": "failed with 1: see runs/a.log"}
 
 
 def test_more_steps_are_a_run_that_goes_on_and_a_cut_log_is_no_end(tmp_path, monkeypatch):
