@@ -300,7 +300,7 @@ class Run:
         if bad:
             raise RunError(f"step {step}: not a finite number: {', '.join(bad)}; is --learning_rate too high?")
         with writing(self.folder):
-            self._append(step, {"training/global_step": step, **metrics})
+            self._append(step, {"training/global_step": step, **metrics}, has_samples=grid is not None)
             if grid:
                 images, captions = zip(*grid, strict=True)
                 save_grid(self.folder / f"grid_{step:04d}.png", images, captions)
@@ -309,14 +309,17 @@ class Run:
         if self._tracker:
             self._tracker.log(step, metrics, grid)
 
-    def _append(self, step: int, row: dict) -> None:
+    def _append(self, step: int, row: dict, *, has_samples: bool) -> None:
         """Add a line to metrics.jsonl. Before the first line a resumed run is cut back to its checkpoint, and writes
-        its record: one that fails earlier leaves everything as it was."""
+        its record: one that fails earlier leaves everything as it was.
+
+        has_samples: whether this start has written samples/ of the step."""
         path = self.folder / "metrics.jsonl"
         if self._has_written and not path.exists():
             raise RunError(f"step {step}: {path}, which this run has written, is gone")
         if not self._has_written and self._owns_folder and (path.exists() or saved_checkpoints(self.folder)):
-            optional_part("run.resuming", "--resume").rewind(self.folder, self._resumed_from, self._logged_to)
+            resuming = optional_part("run.resuming", "--resume")
+            resuming.rewind(self.folder, self._resumed_from, self._logged_to, step if has_samples else None)
         if not self._has_written:
             write_record(self._record)
             self._record = {}

@@ -316,6 +316,26 @@ def test_rewind_by_hand(tmp_path, capfd):
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "checkpoints"}
 
 
+def test_rewind_removes_what_other_steps_left(tmp_path, capfd):
+    """Which tools would take for the newest record and the last evaluation. What the user put there stays."""
+    kept = ["args.json", "source.py", "args_step_000005.json", "args_step_000010.json", "grid_best.png"]
+    kept += ["grid_0010.png"]
+    kept += ["samples/0000/samples.jsonl", "samples/0010/samples.jsonl", "samples/mine/samples.jsonl"]
+    later = ["args_step_000015.json", "source_step_000015.py", "uncommitted_step_000015.diff", "grid_0015.png"]
+    later += ["code_step_000015/mine.py", "samples/0011/samples.jsonl", "samples/0015/samples.jsonl"]
+    for name in kept + later:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    rewind(tmp_path, 10, 10, evaluated=11)
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {*kept, "samples/0011/samples.jsonl"}
+    assert re.fullmatch(".* 10: .*args_step_000015.json, .*samples/0015, .*\n", capfd.readouterr().err)
+    rewind(tmp_path, -1, -1, evaluated=0)  # a run that begins again
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    names = ["args.json", "source.py", "grid_best.png", "samples/0000/samples.jsonl", "samples/mine/samples.jsonl"]
+    assert left == {*names}
+
+
 def test_rewind_drops_an_unfinished_line_even_if_it_reads_well(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"training/global_step": 0}\n{"training/global_step": 1}')
     rewind(tmp_path, 10, 10)  # a following line would be written onto it

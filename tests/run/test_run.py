@@ -469,13 +469,17 @@ def test_a_resumed_run_cuts_its_folder_back_only_when_it_writes(tmp_path, one_ra
     with pytest.raises(NothingBegun, match=str(folder)):  # the third checkpoint must be another process's
         new_run(folder, resume="latest", script=__file__, checkpoint=second)
     third.unlink()
+    (folder / "args_step_000003.json").write_text("{}")  # of a start that went on from the third
+    for step in ("0003", "0004"):
+        (folder / "samples" / step).mkdir(parents=True)
     resumed = new_run(folder, resume="latest", script=__file__, checkpoint=second, num_steps=3)
     assert resumed.load_checkpoint()["step"] == resumed.step == 2
     assert resumed.best_score == 0.2
     assert (folder / "metrics.jsonl").read_bytes() == before
     resumed.begin_step(3)
-    assert newest_record(folder) == folder / "args.json"  # as it may still be refused
-    resumed.log({"a": 4})
+    assert newest_record(folder) == folder / "args_step_000003.json"  # as it may still be refused
+    resumed.log({"a": 4}, grid=[])  # the samples of step 3 are its own
+    assert [path.name for path in (folder / "samples").iterdir()] == ["0003"]
     assert newest_record(folder) == folder / "args_step_000002.json"
     assert (folder / "source_step_000002.py").read_bytes() == Path(__file__).read_bytes()
     assert [row["a"] for row in read_metrics(folder)] == [1, 2, 4]
