@@ -15,27 +15,26 @@ import sys
 from pathlib import Path
 
 from common.errors import RunError, error_prefix
-from common.files import atomic_file, split_source, without_nan
-from common.files.parquet import read_chats
+from common.files import atomic_file, read_records, without_nan
 from common.pairs import read_pairs
 
 from PIL import Image
 
 
 def convert_prompts(source: Path, target: Path) -> int:
-    """Write the prompts of a parquet file, with all other columns, to a .jsonl file. Returns how many there are. A NaN
-    becomes null.
+    """Write the records that a script reads from a parquet file, or from FILE:COLUMN, to a .jsonl file. Returns how
+    many there are. A NaN becomes null.
 
     Raises:
         ValueError: the file cannot be read, or a column cannot be written as JSON; in one line that names it.
     """
     lines = []
-    path, column = split_source(str(source))
-    for where, record in read_chats(path, column or "prompt"):
+    for where, record in read_records(source):  # "prompt" is the chosen column, and that name's own "original_prompt"
         for column, value in record.items():
             # each column by itself, to name the one at fault: bytes and dates are not JSON, for example
             with error_prefix(f"{where}, {column}", TypeError):
                 json.dumps(value)
+        record = {"prompt": record["prompt"]} | record  # first in its line
         lines.append(json.dumps(without_nan(record), ensure_ascii=False, allow_nan=False) + "\n")
     with atomic_file(target) as temporary:
         temporary.write_text("".join(lines), encoding="utf-8")

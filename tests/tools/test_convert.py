@@ -48,9 +48,14 @@ def test_prompts_are_the_same_from_either_file(tmp_path, monkeypatch, capsys):
     assert read_prompts(target) == read_prompts(source)
     assert read_prompts(target).metadata[2] == {"reward_model": {"ground_truth": "Nö 2"}, "n": 2}
     assert run(monkeypatch, source, target).startswith(f"{target}: ")
-    captions = write(tmp_path / "captions.parquet", [{"caption": "a mug"}])
+
+
+@pytest.mark.parametrize("more", [{}, {"prompt": "short"}])
+def test_a_column_that_is_chosen_is_the_prompt(tmp_path, monkeypatch, more):
+    captions = write(tmp_path / "captions.parquet", [{"n": 1, "caption": "a mug", **more}])
     assert run(monkeypatch, f"{captions}:caption", tmp_path / "captions.jsonl") is None
-    assert read_prompts(f"{tmp_path}/captions.jsonl:caption").prompts == ["a mug"]
+    assert read_prompts(tmp_path / "captions.jsonl") == read_prompts(f"{captions}:caption")
+    assert (tmp_path / "captions.jsonl").read_text().startswith('{"prompt": "a mug", ')
 
 
 def test_an_empty_number_is_null(tmp_path, monkeypatch):
