@@ -4,8 +4,8 @@
     python -m tools.report runs/mine runs/other --output compared.html
 
 It has what looks wrong (the rules of docs/faq.md), the curves, the grids of every evaluation with a slider, the best,
-worst and most changed samples of the last one, and the options in which the runs differ. What cannot be read is left
-out, and named on the page.
+worst and most changed samples of the last one, and the options in which the runs differ. The best has the highest
+weighted total. What cannot be read is left out, and named on the page.
 """
 
 import argparse
@@ -92,6 +92,8 @@ def read_rows(folder: Path, unread: list[str]) -> list[dict]:
             wrong = [name for name, value in row.items() if not isinstance(value, int | float)]
             if wrong:
                 raise ValueError(f"{wrong[0]} is not a number")
+            if "training/global_step" not in row:
+                raise ValueError("it has no training/global_step")
             rows.append(row)
     return rows
 
@@ -260,7 +262,7 @@ class Sample(NamedTuple):
     record: dict  # of samples.jsonl, of the last one
     before: Image.Image | None
     after: Image.Image
-    score: float  # the mean of its scores
+    score: float | None  # the weighted total; None where one of its rewards failed, or it has none
     change: float  # RMS of the pixels' difference, 0 to 1
 
 
@@ -309,6 +311,24 @@ def changed_since_first(folder: Path) -> list[str]:
     return ["its options cannot be read"]
 
 
+def reward_weights(options: dict, records: Sequence[dict]) -> dict[str, float]:
+    """{reward: weight} of the rewards that a run's total is of. Where no record has one of these, the only reward that
+    the records have; {} where they have several, whose scales may differ."""
+    names = [name.rpartition(":")[2] for name in options.get("reward") or ()]
+    weights = dict(zip(names, options.get("reward_weights") or (), strict=False))
+    found = {name: float(weight) for name, weight in weights.items() if any(name in record for record in records)}
+    scored = {name for record in records for name, value in record.items() if isinstance(value, float)}
+    return found or (dict.fromkeys(scored, 1.0) if len(scored) == 1 else {})
+
+
+def weighted_total(record: dict, weights: dict[str, float]) -> float | None:
+    """The weighted sum of those scores that a sample's prompt asks for; None where one failed, or there is none."""
+    scores = [(record[name], weight) for name, weight in weights.items() if name in record]
+    if not scores or not all(isinstance(score, float) for score, _ in scores):
+        return None
+    return sum(score * weight for score, weight in scores)
+
+
 def read_samples(folder: Path, unread: list[str]) -> list[Sample]:
     """The samples of a run's last evaluation, beside those of its first that have the same prompt and seed, if both
     were sampled and scored in the same way."""
@@ -319,8 +339,12 @@ def read_samples(folder: Path, unread: list[str]) -> list[Sample]:
     is_pair = first != last and not changed_since_first(folder)
     firsts = read_lines(first / "samples.jsonl", unread) if is_pair else []
     made_first = dict(made_of(record) for _, record in firsts)
+    lasts = read_lines(last / "samples.jsonl", unread)
+    weights: dict[str, float] = {}
+    with leaving_out(newest_record(folder), unread):  # an option of another type
+        weights = reward_weights(read_record(folder, [])["args"], [record for _, record in lasts])
     found = []
-    for where, record in read_lines(last / "samples.jsonl", unread):
+    for where, record in lasts:
         with leaving_out(where, unread):
             file, other = last / record["file"], first / record["file"]
             with error_prefix(file, Exception):
@@ -333,8 +357,7 @@ def read_samples(folder: Path, unread: list[str]) -> list[Sample]:
             if before is not None and before.size == after.size:
                 squares = ImageStat.Stat(ImageChops.difference(before, after)).sum2
                 change = math.sqrt(sum(squares) / (3 * before.width * before.height)) / 255
-            scores = [value for name, value in record.items() if isinstance(value, float)]
-            score = statistics.mean(scores) if scores else 0.0
+            score = weighted_total(record, weights)
             found.append(Sample(record | {"prompt": str(record["prompt"])}, before, after, score, change))
     return found
 
@@ -359,13 +382,20 @@ def samples(folder: Path, unread: list[str]) -> str:
         shown = "each at the first evaluation, then at the last" if has_before else "none is the first one's as well"
         if changed := changed_since_first(folder):
             shown = f"the first one is not shown, as since then a resume changed {html.escape('; '.join(changed))}"
+    ranked = sorted((sample.score, number) for number, sample in enumerate(found) if sample.score is not None)
+    worst = [found[number] for _, number in ranked]
     kinds = {
-        "best": sorted(found, key=lambda sample: -sample.score),
-        "worst": sorted(found, key=lambda sample: sample.score),
+        "best": worst[::-1],
+        "worst": worst,
         "most changed": sorted(found, key=lambda sample: -sample.change),
     }
     parts = [f"<p>Prompts of the last evaluation; {shown}.</p>"]
+    if len(ranked) < len(found):
+        told = f"{len(found) - len(ranked)} of {len(found)} samples have no weighted total"
+        parts.append(f"<p>{told}: they are neither best nor worst.</p>")
     for kind, ordered in kinds.items():
+        if not ordered:
+            continue
         parts.append(f"<h3>{kind.capitalize()}</h3>" + "".join(figure(sample) for sample in ordered[:SHOWN]))
     return "".join(parts)
 

@@ -183,6 +183,27 @@ def test_samples_are_ordered_by_score_and_by_change(tmp_path):
     assert first.change == 0 and second.change == pytest.approx((2 / 3) ** 0.5)  # two of three colours, by 255
 
 
+def test_the_best_sample_has_the_highest_weighted_total_of_all_its_scores(tmp_path):
+    """By hand: the plain mean would put the third first, and the one whose OCR failed before the first."""
+    folder = make_run(tmp_path / "one", 1e-4, ("red", "blue"))
+    options = {"reward": ["ocr", "mine.py:clip"], "reward_weights": [1.0, 0.01]}
+    (folder / "args.json").write_text(json.dumps({"args": options}))
+    scores = [{"ocr": 1.0, "clip": 28.0}, {"ocr": None, "clip": 36.0}, {"ocr": 0.0, "clip": 40.0}, {"clip": 30.0}]
+    lines = []
+    for number, of_sample in enumerate(scores):
+        save_png(folder / f"samples/0005/{number:05d}.png", Image.new("RGB", (8, 4), "red"))
+        record = {"file": f"{number:05d}.png", "prompt": f"number {number}", "seed": 3, "watched": 99.0 - number}
+        lines.append(json.dumps(record | of_sample))
+    (folder / "samples/0005/samples.jsonl").write_text("\n".join(lines))
+    samples = report.read_samples(folder, [])
+    assert [sample.score for sample in samples] == [pytest.approx(1.28), None, pytest.approx(0.4), pytest.approx(0.3)]
+    best, worst = report.page([folder]).partition("<h3>Best</h3>")[2].split("<h3>")[:2]
+    orders = [[part[:1] for part in text.split("number ")[1:]] for text in (best, worst)]
+    assert orders == [["0", "2", "3"], ["3", "2", "0"]]
+    (folder / "args.json").write_text(json.dumps({"args": {}}))  # of several scales none is better
+    assert "<h3>Best</h3>" not in report.page([folder]) and "<h3>Most changed</h3>" in report.page([folder])
+
+
 def test_an_image_of_another_prompt_is_no_before(tmp_path):
     folder = make_run(tmp_path / "one", 1e-4, ("red", "blue"))
     lines = (folder / "samples/0005/samples.jsonl").read_text()
@@ -225,6 +246,7 @@ def cut(file, size=-30):  # bytes, into the pixels of a PNG
     [
         ("metrics.jsonl, line 2", lambda run: cut(run / "metrics.jsonl")),
         ("metrics.jsonl, line 1", lambda run: (run / "metrics.jsonl").write_text('{"val/ocr/mean": null}\n')),
+        ("metrics.jsonl, line 1", lambda run: (run / "metrics.jsonl").write_text('{"val/ocr/mean": 0.5}\n')),
         ("metrics.jsonl", lambda run: (run / "metrics.jsonl").unlink()),
         ("args.json", lambda run: (run / "args.json").write_text("{}")),
         ("args.json", lambda run: (run / "args.json").write_text('{"args": {}, "versions": 3}')),
