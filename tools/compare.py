@@ -10,12 +10,14 @@ of a metric is the last that a run logged; that of seconds (timing_s/) is the me
 both are those of that step. --against compares a seed with the same seed of those runs: the interval is 95 % of the
 mean paired difference, by Student's t, and p is the sign-flip test's, of six to sixteen seeds (with fewer it cannot
 fall below 0.05). Neither is corrected for the number of comparisons. The default is the evaluation's means in the
-table, which is Markdown or LaTeX's tabular, and the panels of a run's own curves.png.
+table, which is Markdown or LaTeX's tabular, and the panels of a run's own curves.png; the weighted total only where all
+runs have the same rewards and weights.
 """
 
 import argparse
 import glob
 import itertools
+import json
 import math
 import re
 import statistics
@@ -23,7 +25,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from common.run.plots import PANELS, draw_panels, drawn_metrics, read_metrics
+from common.errors import UNREADABLE
+from common.run.plots import PANELS, VAL_TOTAL, draw_panels, drawn_metrics, read_metrics
+from common.run.resuming import newest_record
 
 Rows = list[dict]  # of a metrics.jsonl
 Interval = tuple[float, float | None, float | None]  # mean, low and high; without an interval None
@@ -97,6 +101,36 @@ def value_of(rows: Rows, metric: str) -> float | None:
         values = [row[metric] for row in rows if metric in row and "timing_s/step" in row]
         return statistics.median(values) if values else None
     return values[-1] if values else None
+
+
+def rewards_of(folder: str) -> dict[str, float] | None:
+    """{reward: weight} of a run's total; None where its options cannot be read."""
+    try:
+        options = json.loads(newest_record(Path(folder)).read_text(encoding="utf-8"))["args"]
+        return dict(zip(options["reward"], options["reward_weights"], strict=True))
+    except (*UNREADABLE, KeyError, TypeError):
+        return None
+
+
+def comparable_metrics(metrics: Sequence[str], folders: Sequence[str]) -> list[str]:
+    """The metrics that the table has by default: without the weighted total, as a line says, where the runs in these
+    folders add it up of other rewards or with other weights."""
+    totals = [rewards for folder in folders if (rewards := rewards_of(folder)) is not None]
+    if VAL_TOTAL not in metrics or all(rewards == totals[0] for rewards in totals):
+        return list(metrics)
+    told = "is of other rewards or weights in some of these runs: left out of the table"
+    print(f"{VAL_TOTAL}: {told} (--metric {VAL_TOTAL} shows it)", file=sys.stderr)
+    return [metric for metric in metrics if metric != VAL_TOTAL]
+
+
+def name_shorter(runs: dict[str, Rows]) -> None:
+    """Print a line that names the runs which end before the others, as a kill leaves one."""
+    ends = {label: max(row["training/global_step"] for row in rows) for label, rows in runs.items() if rows}
+    last = max(ends.values(), default=0)
+    shorter = [f"{label} at step {end}" for label, end in ends.items() if end < last]
+    if shorter:
+        advice = "their last values are compared as they are; --step takes those of one step"
+        print(f"ended before step {last} of the longest run: {', '.join(shorter)}: {advice}", file=sys.stderr)
 
 
 # ---- statistics ------------------------------------------------------------------------------------------------------
@@ -270,7 +304,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             label: read_metrics(folder) for label, folder in zip(labels[len(folders) :], base_folders, strict=True)
         }
         every_row = [row for rows in (runs | against).values() for row in rows]
-        metrics = args.metric or drawn_metrics(every_row, ("val/",))
+        metrics = args.metric or comparable_metrics(drawn_metrics(every_row, ("val/",)), [*folders, *base_folders])
+        if args.step is None:
+            name_shorter(against | runs)
         of_step, against_of_step = (at_step(some, args.step, metrics) for some in (runs, against))
         table = comparison_table(of_step, against_of_step, metrics)
         print(as_latex(table) if args.latex else as_markdown(table))

@@ -182,6 +182,37 @@ def test_runs_of_one_name_in_two_places_are_compared(tmp_path, capsys):
     assert re.fullmatch(rf"{tmp_path}/new/bench_embedded: .*metrics\.jsonl.*\n", shown.err)
 
 
+@pytest.mark.parametrize("changes", [{}, {"reward_weights": [1.0, 0.5]}, {"reward": ["ocr", "own.py:clip"]}])
+def test_totals_of_other_rewards_are_not_compared(tmp_path, capsys, monkeypatch, changes):
+    monkeypatch.setattr(compare, "overlay", lambda *args: None)
+    options = {"reward": ["ocr", "clip"], "reward_weights": [1.0, 0.1]}
+    for name, of_run in (("a", options), ("b", options | changes)):
+        (tmp_path / name).mkdir()
+        row = {"training/global_step": 1, "val/ocr/mean": 0.5, "val/clip/mean": 28.0, "val/weighted_total/mean": 3.3}
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        (tmp_path / name / "args.json").write_text(json.dumps({"args": of_run}))
+    given = [str(tmp_path / "a"), "--against", str(tmp_path / "b"), "--output", str(tmp_path / "compared.png")]
+    compare.main(given)
+    shown = capsys.readouterr()
+    assert ("val/weighted_total/mean" in shown.out.splitlines()[0]) != bool(changes)
+    assert ("val/weighted_total/mean" in shown.err) == bool(changes)
+    compare.main([*given, "--metric", "val/weighted_total/mean"])
+    assert "| val/weighted_total/mean |" in capsys.readouterr().out
+
+
+def test_a_run_that_ended_before_the_others_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(compare, "overlay", lambda *args: None)
+    for seed, last in ((1, 10), (2, 5), (3, 10)):
+        (tmp_path / f"a-seed{seed}").mkdir()
+        rows = [{"training/global_step": step, "val/ocr/mean": 0.5} for step in range(0, last + 1, 5)]
+        (tmp_path / f"a-seed{seed}" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = [str(tmp_path / "a-seed*"), "--output", str(tmp_path / "compared.png")]
+    compare.main(given)
+    assert re.fullmatch(".* step 10 .*: a-seed2 at step 5: .*--step .*\n", capsys.readouterr().err)
+    compare.main([*given, "--step", "5"])
+    assert capsys.readouterr().err == ""
+
+
 def test_the_values_of_a_step_in_latex(tmp_path, capsys):
     for seed, values in ((1, (0.25, 0.75, 0.5)), (2, (0.5, 1.0))):
         folder = tmp_path / f"my_r#n-seed{seed}"
