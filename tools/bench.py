@@ -91,11 +91,17 @@ class Bench(NamedTuple):
             found.setdefault(digest_prompts(self.prompts.select([row])), []).append(row)
         return list(found.values())
 
+    def folder_of(self, key: str) -> Path:
+        """The folder of a policy's scores, LABEL-DIGEST: another label of the same weights may have made it."""
+        same = sorted(self.folder.glob(f"*-{key.rpartition('-')[2]}"))
+        return self.folder / key if self.folder / key in same or not same else same[0]
+
     def batches(self, key: str) -> list[tuple[Path, range]]:
         """The file of each batch of a policy's scores, and its images' numbers, which count prompt by prompt."""
         total, size = len(self.prompts) * self.protocol["images_per_prompt"], self.protocol["batch_size"]
         starts = range(0, total, size)
-        return [(self.folder / key / f"{i:06d}.json", range(i, min(i + size, total))) for i in starts]
+        folder = self.folder_of(key)
+        return [(folder / f"{i:06d}.json", range(i, min(i + size, total))) for i in starts]
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
@@ -104,7 +110,7 @@ def read_result(bench: Bench, policy: str, key: str) -> Result:
     or was not asked for."""
     files = [file for file, _ in bench.batches(key)]
     records = [record for file in files for record in json.loads(file.read_text(encoding="utf-8"))]
-    result: Result = {"policy": policy, "key": key, "seeds": bench.protocol["seeds"]}
+    result: Result = {"policy": policy, "key": bench.folder_of(key).name, "seeds": bench.protocol["seeds"]}
     result |= {"scores": {}, "images": {}, "failed": {}}
     group_size = bench.protocol["images_per_prompt"]
     for name in bench.protocol["rewards"]:
@@ -120,7 +126,7 @@ def read_result(bench: Bench, policy: str, key: str) -> Result:
 def find_others(files: Sequence[Path], bench: Bench) -> list[Result]:
     """The results on the same prompts in the bench.json of others. ValueError: their protocol is another one."""
     results = []
-    for file in files:
+    for label, file in zip(labels_of([str(file.parent) for file in files]), files, strict=True):
         with error_prefix(f"--with {file}", (ValueError, OSError, KeyError, TypeError, IndexError)):
             benches = json.loads(file.read_text(encoding="utf-8"))["benches"]
             prompts = bench.protocol["prompts"]
@@ -128,7 +134,7 @@ def find_others(files: Sequence[Path], bench: Bench) -> list[Result]:
             check_match(found["protocol"], bench.protocol, ignore=(*OF_FOLDER, "seeds"))
             if not all("images" in one for one in found["results"]):
                 raise ValueError("an older version wrote it, without each image's score: give its command again")
-            results += [one | {"policy": f"{one['policy']} of {file.parent.name}"} for one in found["results"]]
+            results += [one | {"policy": f"{one['policy']} of {label}"} for one in found["results"]]
     return results
 
 

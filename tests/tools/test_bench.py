@@ -129,6 +129,28 @@ def test_two_ranks_give_the_bytes_of_one(whole, done, tmp_path):
     assert bytes_of(tmp_path / "out") == bytes_of(done)
 
 
+@pytest.mark.fast
+def test_a_policy_is_found_by_its_weights_whatever_its_label(words, done, inputs, tmp_path, monkeypatch):
+    """A second adapter of the same name turns the labels into paths."""
+    shutil.copytree(done, tmp_path / "out")
+    shutil.copytree(inputs / "acting", tmp_path / "again" / "acting")
+    monkeypatch.setattr(bench, "load", None)  # nothing is missing: no model loads
+    loras = [inputs / "acting", tmp_path / "again" / "acting"]
+    (one,) = run_bench(*words, "--lora", *loras, "--output", tmp_path / "out")["benches"]
+    assert [result["policy"] for result in one["results"][1:]] == [str(lora) for lora in loras]
+    assert {result["key"].partition("-")[0] for result in one["results"][1:]} == {"acting"}
+
+
+@pytest.mark.fast
+def test_results_of_folders_of_one_name_have_names_of_their_own(words, done, tmp_path):
+    files = [tmp_path / name / "bench" / "bench.json" for name in "ab"]
+    for file in files:
+        shutil.copytree(done, file.parent)
+    (one,) = run_bench(*words, "--output", shutil.copytree(done, tmp_path / "out"), "--with", *files)["benches"]
+    names = [result["policy"] for result in one["results"]]
+    assert len(set(names)) == len(names) == 1 + 2 * 3 and f"acting of {files[0].parent}" in names
+
+
 CHANGES = {
     "prompts": ["--max_prompts", "3"],
     "image_size": ["--image_size", "48", "32"],
