@@ -37,12 +37,12 @@ from common.sde import check_step_kind, image_seed
 from common.user_code import code_file
 from tools.compare import labels_of, mean_interval
 from tools.protocol import (
-    OF_SAMPLING,
     Protocol,
     check_match,
     digest_prompts,
     digest_tensors,
     reward_protocol,
+    sampling_protocol,
     short_digest,
 )
 from tools.sample import (
@@ -226,13 +226,7 @@ def make_bench(
     args: argparse.Namespace, folder: Path, options: dict[str, Any], label: str, prompts: PromptSet, rest: Protocol
 ) -> Bench:
     """The bench of a prompt file; rest: the protocol of rewards and model. ValueError: it was begun with another."""
-    sampler = "ode"
-    if options["sde_steps"]:
-        sampler = f"{options['sde_type']}, noise {options['noise_level']}, steps {options['sde_steps']}"
-    protocol: Protocol = {"prompts": digest_prompts(prompts), "sampler": sampler}
-    protocol |= {name: options[name] for name in OF_SAMPLING}
-    if options.get("guidance_scale_2") is not None:
-        protocol["guidance_scale_2"] = options["guidance_scale_2"]
+    protocol: Protocol = {"prompts": digest_prompts(prompts)} | sampling_protocol(options)
     protocol |= {"images_per_prompt": args.images_per_prompt, "seeds": args.seeds, "batch_size": args.batch_size}
     protocol |= rest
     protocol["rewards"] = [name for name in rest["rewards"] if prompts.asking(name)]

@@ -18,6 +18,7 @@ from common.rewards.ocr import COMPARISON
 from common.run.record import digest, find_contents
 from common.run.resuming import resume_differences
 from common.scoring import Reward
+from common.user_code import code_file
 
 import torch
 
@@ -82,6 +83,26 @@ def reward_protocol(names: Sequence[str], rewards: dict[str, Reward]) -> Protoco
         ),
         "reward_settings": {k: v for k, v in values.items() if v not in hashed and not k.endswith("_URL")},
     }
+
+
+def sampling_protocol(options: dict[str, Any]) -> Protocol:
+    """How images are sampled. A user's --sde_type and --family, which are loaded, have the digests of their files, and
+    the family its name; without such files the protocol has neither."""
+    kind, family = options["sde_type"], options.get("family")
+    own = [text for text in (kind if options["sde_steps"] else None, family) if text and code_file(text)]
+    sampler = "ode"
+    if options["sde_steps"]:
+        name = Path(kind).name if kind in own else kind
+        sampler = f"{name}, noise {options['noise_level']}, steps {options['sde_steps']}"
+    protocol = {"sampler": sampler} | {name: options[name] for name in OF_SAMPLING}
+    if options.get("guidance_scale_2") is not None:
+        protocol["guidance_scale_2"] = options["guidance_scale_2"]
+    if own:
+        contents = find_contents({}, own)
+        protocol["sampling_files"] = sorted(f"{Path(name).name}: {content}" for name, content in contents.items())
+    if family and code_file(family):
+        protocol["family"] = family.rpartition(":")[2]
+    return protocol
 
 
 def check_match(one: Protocol, other: Protocol, ignore: Sequence[str] = ()) -> None:

@@ -267,6 +267,27 @@ def test_a_reward_of_the_same_name_with_other_code_is_another_protocol(words, do
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("option", ["sde_type", "family"])
+def test_own_code_that_samples_is_part_of_the_protocol(tmp_path, option):
+    """Edited, or another class of a family's file. A shared one of another place is the same."""
+    options = dict.fromkeys(protocol.OF_SAMPLING) | {"sde_type": "cps", "noise_level": 0.7, "sde_steps": (0,)}
+    plain = protocol.sampling_protocol(options)
+    assert "sampling_files" not in plain and "family" not in plain and plain["sampler"] == "cps, noise 0.7, steps (0,)"
+    found = []
+    for place, text, name in (("a", "1", "F"), ("b", "1", "F"), ("c", "2", "F"), ("d", "1", "G")):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "own.py").write_text(text)
+        found.append(protocol.sampling_protocol(options | {option: f"{tmp_path / place}/own.py:{name}"}))
+    protocol.check_match(found[0], found[1])
+    assert str(tmp_path) not in json.dumps(found)
+    for other, named in ((plain, "sampling_files"), (found[2], "sampling_files"), (found[3], "family|sampler")):
+        with pytest.raises(ValueError, match=f"({named}): "):
+            protocol.check_match(found[0], other)
+    unused = options | {"sde_type": f"{tmp_path}/a/own.py:F", "sde_steps": ()}  # by the ODE
+    assert "sampling_files" not in protocol.sampling_protocol(unused)
+
+
+@pytest.mark.fast
 def test_rows_of_others_stand_beside_and_are_paired_where_the_noise_is_the_same(words, done, tmp_path):
     paired = run_bench(*words, "--output", tmp_path / "same", "--with", done / "bench.json")
     rows = {row["policy"]: row for row in paired["benches"][0]["table"] if row["reward"] == "redness"}
