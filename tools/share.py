@@ -523,6 +523,7 @@ def make_folder(folder: Path, args: argparse.Namespace) -> None:
     options = as_evaluated(read_options(run, trusts_code=True), None, None, None)  # which runs none
     record = json.loads(newest_record(run).read_text(encoding="utf-8"))
     policy = find_policy(run, args.best)
+    digests = [digest([file]) for file in policy.files]
     if policy.is_lora:
         read_policy(policy.folder, None)  # refuses what is damaged or not finite
     base = find_base(options["model"], args.base_model, asks_hub=args.to is not None)
@@ -557,6 +558,9 @@ def make_folder(folder: Path, args: argparse.Namespace) -> None:
         "Files": files_section(record, policy),
         "Licence": license_section(own_license, base),
     }
+    copies = [digest([folder / ("" if policy.is_lora else "transformer") / file.name]) for file in policy.files]
+    if copies != digests or find_policy(run, args.best) != policy:  # a run that goes on has saved meanwhile
+        raise ValueError(f"{policy.folder}: its weights have changed while they were shared: give the command again")
     what = "A LoRA for" if policy.is_lora else "The transformer of"
     steps = f"{policy.step} step{'s' if policy.step > 1 else ''}"
     about = f"{what} `{base.name}`, trained for {steps} with CleanFlow: {algorithm}."

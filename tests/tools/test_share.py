@@ -236,6 +236,23 @@ def test_equal_records_are_one_prompt():
     assert share.evaluation_table(pairs)[-1].startswith("| mine | 0.000 | 0.267 |")
 
 
+@pytest.mark.parametrize("change", ["weights", "step"])
+def test_a_run_that_saves_meanwhile_is_not_shared(run, monkeypatch, change):
+    """Its table and its step would be those of other weights."""
+    file = run / "adapter" / WEIGHTS
+
+    def goes_on(*args, **options):
+        if change == "weights":
+            save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file)
+        else:
+            (run / "heartbeat.json").write_text('{"step": 2, "phase": "stopped"}')
+        return find_base(*args, **options)
+
+    find_base = share.find_base
+    monkeypatch.setattr(share, "find_base", goes_on)
+    assert f"{run}/adapter: " in refused(run, "--license", "mit")
+
+
 def test_evaluations_of_other_options_are_not_compared(run, capsys):
     """As after a resume at step 0, which may do that evaluation again."""
     record = json.loads((run / "args.json").read_text())
