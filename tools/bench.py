@@ -6,10 +6,10 @@
         --image_size 512 512 --num_inference_steps 40 --guidance_scale 4.5 --max_sequence_length 256
 
 The output folder gets table.md, bench.json and the scores of each image. The same command continues after a kill, which
-loses a batch of each rank; with further LoRAs it adds them. A mean is that of the prompts' means; equal records are one
-prompt. Where all records have GenEval's `tag` it is the mean of the parts' means; a field `part` only adds a row for
-each part. Intervals are 95 % over prompts, and those of differences are of prompts paired with the base's; a part of
-one prompt has none. Results whose protocols differ never stand in one table. An image that a reward fails on is
+loses a batch of each rank; with further LoRAs it adds them. A mean is that of the prompts' means. Where all records
+have GenEval's `tag` it is the mean of the parts' means; a field `part` only adds a row for each part. Intervals are
+95 % over prompts, of which equal records are one, and those of differences are of prompts paired with the base's; a
+part of one prompt has none. Results whose protocols differ never stand in one table. An image that a reward fails on is
 counted, and left out of the means of all policies of the same noise. A record's "rewards" names those that its prompt
 asks for, so that one command has files of several tasks.
 """
@@ -84,12 +84,11 @@ class Bench(NamedTuple):
         return {} if "" in found else found
 
     @property
-    def equal(self) -> list[list[int]]:
-        """The rows of each different prompt: records that are equal are no further ones, which an interval is over."""
-        found: dict[str, list[int]] = {}
-        for row in range(len(self.prompts)):
-            found.setdefault(digest_prompts(self.prompts.select([row])), []).append(row)
-        return list(found.values())
+    def clusters(self) -> list[int]:
+        """Of each row the first one that is equal: a record that stands several times is one prompt for an interval."""
+        firsts: dict[str, int] = {}
+        digests = [digest_prompts(self.prompts.select([row])) for row in range(len(self.prompts))]
+        return [firsts.setdefault(digest, row) for row, digest in enumerate(digests)]
 
     def folder_of(self, key: str) -> Path:
         """The folder of a policy's scores, LABEL-DIGEST: another label of the same weights may have made it."""
@@ -138,48 +137,46 @@ def find_others(files: Sequence[Path], bench: Bench) -> list[Result]:
     return results
 
 
-def prompt_means(
-    scores: Sequence[float | None], left_out: Collection[int], equal: Sequence[Sequence[int]], images_per_prompt: int
-) -> list[float | None]:
-    """The mean of each prompt's images, at its first row; None at its other rows, and where no image is left.
+def row_means(scores: Sequence[float | None], left_out: Collection[int], images_per_prompt: int) -> list[float | None]:
+    """The mean of each row's images; None where no image is left.
 
-    scores: of all images, None where the reward failed. left_out: images by their numbers. equal: the rows of each
-    prompt.
+    scores: of all images, None where the reward failed. left_out: images by their numbers.
     """
-    means: list[float | None] = [None] * (len(scores) // images_per_prompt)
-    for rows in equal:
-        images = [row * images_per_prompt + i for row in rows for i in range(images_per_prompt)]
-        kept = [score for image in images if image not in left_out and (score := scores[image]) is not None]
-        means[rows[0]] = statistics.fmean(kept) if kept else None
+    means: list[float | None] = []
+    for first in range(0, len(scores), images_per_prompt):
+        images = [image for image in range(first, first + images_per_prompt) if image not in left_out]
+        kept = [score for image in images if (score := scores[image]) is not None]
+        means.append(statistics.fmean(kept) if kept else None)
     return means
 
 
 def summarise(bench: Bench, results: Sequence[Result]) -> list[dict[str, Any]]:
     """A row for each reward, part and result: its mean and, from the same noise, its difference from the first's.
 
-    Equal records are one prompt. Results of the same noise have the same images. One that a reward fails on is left out
-    of all of these, so that a difference is that of two means in the table.
+    Equal records are one prompt for the intervals. Results of the same noise have the same images. One that a reward
+    fails on is left out of all of these, so that a difference is that of two means in the table.
     """
     is_geneval = all(record.get("tag") and not record.get("part") for record in bench.prompts.metadata)
     groups = {"": list(bench.parts.values()) if is_geneval else [list(range(len(bench.prompts)))]}
     groups |= {part: [rows] for part, rows in bench.parts.items()}
-    equal, size = bench.equal, bench.protocol["images_per_prompt"]
+    clusters, size = bench.clusters, bench.protocol["images_per_prompt"]
     table = []
     for name in bench.protocol["rewards"]:
         is_paired = [result["seeds"] == bench.protocol["seeds"] for result in results]
         paired = [result["images"][name] for result, is_one in zip(results, is_paired, strict=True) if is_one]
         failed = {image for scores in paired for image, score in enumerate(scores) if score is None}
         means = [
-            prompt_means(result["images"][name], failed if is_one else set(), equal, size)
+            row_means(result["images"][name], failed if is_one else set(), size)
             for result, is_one in zip(results, is_paired, strict=True)
         ]
         for part, rows in groups.items():
             for number, (result, scores) in enumerate(zip(results, means, strict=True)):
-                row = {"reward": name, "part": part, "policy": result["policy"], "mean": mean_interval(scores, rows)}
+                mean = mean_interval(scores, rows, clusters)
+                row = {"reward": name, "part": part, "policy": result["policy"], "mean": mean}
                 if number and is_paired[number]:
                     pairs = zip(scores, means[0], strict=True)
                     differences = [None if a is None or b is None else a - b for a, b in pairs]
-                    row["difference"] = mean_interval(differences, rows)
+                    row["difference"] = mean_interval(differences, rows, clusters)
                 table.append(row | {"failed": result["failed"][name]})
     return table
 

@@ -152,24 +152,39 @@ def t_975(freedom: float) -> float:
     return math.exp(low + share * (high - low)) if share else T_975[below - 1]
 
 
-def mean_interval(values: Sequence[float | None], groups: Iterable[list[int]]) -> Interval | None:
+def mean_interval(
+    values: Sequence[float | None], groups: Iterable[list[int]], clusters: Sequence[int] | None = None
+) -> Interval | None:
     """(mean, low, high), 95 %: the mean over groups of the means over their rows, by Student's t.
 
-    The variances of the groups' means add up, and t has Welch's degrees of freedom. A group of one value has no
+    clusters: of each row, None: its own. Rows of one cluster, copies of a prompt, are no further ones for the spread:
+    the variance of a mean m of n rows is C / (C - 1) sum_c (sum_(i in c) (x_i - m))^2 / n^2 over its C clusters.
+
+    The variances of the groups' means add up, and t has Welch's degrees of freedom. A group of one cluster has no
     variance, so there is no interval then, (mean, None, None); and nothing, None, where a group has no value.
     """
-    kept = [[value for row in rows if (value := values[row]) is not None] for rows in groups]
-    if not all(kept):
-        return None
-    mean = statistics.fmean(statistics.mean(of_group) for of_group in kept)
-    if any(len(of_group) < 2 for of_group in kept):
+    means, parts = [], []
+    for rows in groups:
+        kept = {row: value for row in rows if (value := values[row]) is not None}
+        if not kept:
+            return None
+        mean = statistics.mean(kept.values())
+        sums: dict[int, float] = {}
+        for row, value in kept.items():
+            cluster = clusters[row] if clusters else row
+            sums[cluster] = sums.get(cluster, 0.0) + value - mean
+        means.append(mean)
+        squares = sum(of_cluster**2 for of_cluster in sums.values())
+        freedom = len(sums) - 1
+        parts.append((len(sums) / freedom * squares / len(kept) ** 2 if freedom else 0.0, freedom))
+    mean = statistics.fmean(means)
+    if not all(freedom for _, freedom in parts):
         return mean, None, None
-    parts = [(statistics.variance(of_group) / len(of_group), len(of_group) - 1) for of_group in kept]
     variance = sum(part for part, _ in parts)  # of the sum of the groups' means
     if not variance:
         return mean, mean, mean
     freedom = variance**2 / sum(part**2 / of_group for part, of_group in parts)
-    half = t_975(freedom) * variance**0.5 / len(kept)
+    half = t_975(freedom) * variance**0.5 / len(parts)
     return mean, mean - half, mean + half
 
 

@@ -307,14 +307,16 @@ def evaluation_table(pairs: Sequence[Pair]) -> list[str]:
     names = {name: None for pair in pairs for name, value in pair.after.items() if isinstance(value, float)}
     rows = []
     for name in names:
-        groups: dict[str, list[tuple[float, float]]] = {}  # by prompt; equal records are one
+        groups: dict[tuple[object, str], list[tuple[float, float]]] = {}  # by record and what it holds
         for pair in pairs:
             before, after = pair.before.get(name), pair.after.get(name)
             if isinstance(before, float) and isinstance(after, float):  # None: the reward failed
-                key = json.dumps([pair.after.get(field) for field in ("prompt", "metadata", "image")], sort_keys=True)
-                groups.setdefault(key, []).append((before, after))
+                held = json.dumps([pair.after.get(field) for field in ("prompt", "metadata", "image")], sort_keys=True)
+                groups.setdefault((pair.after["group"], held), []).append((before, after))
         means = [tuple(map(statistics.fmean, zip(*scores, strict=True))) for scores in groups.values()]
-        interval = mean_interval([after - before for before, after in means], [list(range(len(means)))])
+        kinds = {held: number for number, (_, held) in enumerate(groups)}
+        differences, rows_of_all = [after - before for before, after in means], [list(range(len(means)))]
+        interval = mean_interval(differences, rows_of_all, [kinds[held] for _, held in groups])
         if interval is None:
             continue
         difference, low, high = interval

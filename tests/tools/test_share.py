@@ -230,10 +230,10 @@ def test_equal_records_are_one_prompt():
     for group, (prompt, after) in enumerate([("a", 0.1), ("b", 0.4), ("a", 0.3)]):
         record = {"prompt": prompt, "group": group, "metadata": {"n": prompt}}
         pairs.append(share.Pair(record | {"mine": 0.0}, record | {"mine": after}, (Path("a.png"), Path("b.png"))))
-    # the differences are 0.2 and 0.4: their standard error is 0.1, times 12.706
-    assert share.evaluation_table(pairs)[-1] == "| mine | 0.000 | 0.300 | +0.300 [-0.971, +1.571] |"
-    pairs[0].after["metadata"] = {"n": "c"}
-    assert share.evaluation_table(pairs)[-1].startswith("| mine | 0.000 | 0.267 |")
+    # a and b lie 0.1333 off in sum: the variance is 2 (2 x 0.1333^2) / 9, and t of one degree of freedom 12.706
+    assert share.evaluation_table(pairs)[-1] == "| mine | 0.000 | 0.267 | +0.267 [-0.863, +1.396] |"
+    pairs[0].after["metadata"] = {"n": "c"}  # three prompts: a standard error of 0.0882, times 4.303
+    assert share.evaluation_table(pairs)[-1] == "| mine | 0.000 | 0.267 | +0.267 [-0.113, +0.646] |"
 
 
 @pytest.mark.parametrize("change", ["weights", "step"])
