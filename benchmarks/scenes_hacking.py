@@ -26,9 +26,9 @@ JUDGE = "benchmarks/scenes_judge.py:second_judge"
 SCORES = {  # of an evaluation, and what the log calls them
     "geneval.soft": "val/geneval.soft/mean",
     "geneval": "val/geneval/mean",
-    "judge.soft": "val/second_judge.soft/mean",
+    "judge.soft": "val/second_judge/soft",
     "judge": "val/second_judge/mean",
-    "exact": "val/second_judge.exact/mean",
+    "exact": "val/second_judge/exact",
     "drift": "val/drift_from_base",
     "diversity": "val/diversity",
 }
@@ -63,6 +63,8 @@ def measure(folder):
         steps += "timing_s/step" in line
         if SCORES["exact"] in line:
             evaluations.append({"step": steps} | {key: line[name] for key, name in SCORES.items() if name in line})
+    if not evaluations:
+        raise RuntimeError(f"{folder}/metrics.jsonl: no evaluation has {SCORES['exact']}")
     git_hash = json.loads((folder / "args.json").read_text())["git_hash"]
     return {"git_hash": git_hash, "evaluations": evaluations}
 

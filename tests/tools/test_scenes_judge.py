@@ -1,6 +1,7 @@
 """The second judge of scenes, and the runs that it watches. No run starts."""
 
 import importlib
+import json
 import random
 from pathlib import Path
 
@@ -109,3 +110,16 @@ def test_runs_have_the_comparisons_options_with_a_kl_and_two_judges(monkeypatch)
         args = parse_args(importlib.import_module(script).Args, "", words[1:])
         assert args.kl_coef == float(job["stage"].removeprefix("kl")) and args.eval_every == 5
         assert args.reward == ("geneval.soft",) and len(args.eval_reward) == 2
+
+
+def test_what_is_recorded_of_a_run_is_what_its_log_has(tmp_path):
+    (tmp_path / "args.json").write_text('{"git_hash": "abc"}')
+    with pytest.raises(RuntimeError, match="second_judge"):
+        (tmp_path / "metrics.jsonl").write_text('{"training/global_step": 1, "timing_s/step": 1.0}\n')
+        scenes_hacking.measure(tmp_path)
+    values = {name: number / 10 for number, name in enumerate(scenes_hacking.SCORES.values())}
+    lines = [values, {"timing_s/step": 1.0}, {"timing_s/step": 1.0} | values]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    measured = scenes_hacking.measure(tmp_path)
+    assert [one["step"] for one in measured["evaluations"]] == [0, 2]
+    assert measured["git_hash"] == "abc" and measured["evaluations"][1]["exact"] == values["val/second_judge/exact"]
