@@ -739,6 +739,7 @@ def test_a_run_on_gpus_counts_the_pictures_of_its_records(one_rank, monkeypatch)
 def test_a_run_fits_beside_what_its_gpus_hold_already(one_rank, monkeypatch):
     """Networks of rewards, or a judge's server, on the GPU of any rank. CUDA's own memory is in the plan."""
     given = []
+    monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70e9, 80e9))
