@@ -71,8 +71,11 @@ def measure(folder):
 
 def train(job, path, core):
     name = folder_name(job)
-    scenes_comparison.run_or_resume(command_of(job, name), name, core)
-    return job | measure(RUNS / name)
+    code = scenes_comparison.run_or_resume(command_of(job, name), name, core)
+    line = job | {"failed": bool(code)} | measure(RUNS / name)
+    if not code and line["evaluations"][-1]["step"] != job["rollouts"]:  # SIGTERM lets a run save
+        raise RuntimeError(f"{name}: it was stopped: start this again")
+    return line
 
 
 def print_table(path):

@@ -333,7 +333,8 @@ def print_runs(runs):
         records = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
         images = [Image.open(folder / record["file"]).convert("RGB") for record in records]
         scores = second_judge(images, [], [record["metadata"] for record in records])
-        columns = [[record.get(name, math.nan) for record in records] for name in ("geneval", "geneval.soft")]
+        logged = [[record.get(name) for record in records] for name in ("geneval", "geneval.soft")]
+        columns = [[math.nan if score is None else score for score in column] for column in logged]
         columns += [[score[key] for score in scores] for key in ("score", "soft", "exact")]
         told = " | ".join(f"{sum(column) / len(column):.3f}" for column in columns)
         print(f"| {run.name} | {int(folder.name)} | {len(images)} | {told} |", flush=True)

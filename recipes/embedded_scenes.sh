@@ -16,7 +16,8 @@ refuse() {
 }
 case ${SETTINGS_OF:-$script} in
     flow_grpo.py | grpo_guard.py | mix_grpo.py) set -- --kl_coef 0.005 "$@" ;; # whose KL is on the same scale
-    dpo_offline.py | contrib/sft.py) refuse ;;                                 # they sample nothing to train on
+    dpo_offline.py | contrib/sft.py) refuse ;; # they sample nothing to train on
+    contrib/draft.py | contrib/dmd2.py | contrib/tdm_r1.py) refuse ;; # they have no --rollout
     diffusion_nft.py | contrib/*.py) ;;                                        # others keep their own KL
     *)
         parent=$(sed -n '/^Parent: /{s/^Parent: \([^ @]*\).*/\1/p;q;}' "${SETTINGS_OF:-$script}" 2> /dev/null)

@@ -150,19 +150,31 @@ def row_means(scores: Sequence[float | None], left_out: Collection[int], images_
     return means
 
 
+def has_scores(scores: Sequence[float | None], base: Sequence[float | None], rows: Sequence[int]) -> bool:
+    """Whether any of the rows has a score, or none has one of the base, as none asks for the reward."""
+    return any(scores[row] is not None for row in rows) or all(base[row] is None for row in rows)
+
+
 def summarise(bench: Bench, results: Sequence[Result]) -> list[dict[str, Any]]:
     """A row for each reward, part and result: its mean and, from the same noise, its difference from the first's.
 
     Equal records are one prompt for the intervals. Results of the same noise have the same images. One that a reward
-    fails on is left out of all of these, so that a difference is that of two means in the table.
+    fails on is left out of all of these, so that a difference is that of two means in the table. A result without any
+    score of a part that the first one has is not compared.
     """
     is_geneval = all(record.get("tag") and not record.get("part") for record in bench.prompts.metadata)
     groups = {"": list(bench.parts.values()) if is_geneval else [list(range(len(bench.prompts)))]}
     groups |= {part: [rows] for part, rows in bench.parts.items()}
     clusters, size = bench.clusters, bench.protocol["images_per_prompt"]
+    parts = [*bench.parts.values(), list(range(len(bench.prompts)))]
     table = []
     for name in bench.protocol["rewards"]:
-        is_paired = [result["seeds"] == bench.protocol["seeds"] for result in results]
+        own = [row_means(result["images"][name], (), size) for result in results]
+        # a policy that the reward has failed on for a whole part takes no image from the others
+        is_paired = [
+            result["seeds"] == bench.protocol["seeds"] and all(has_scores(scores, own[0], rows) for rows in parts)
+            for result, scores in zip(results, own, strict=True)
+        ]
         paired = [result["images"][name] for result, is_one in zip(results, is_paired, strict=True) if is_one]
         failed = {image for scores in paired for image, score in enumerate(scores) if score is None}
         means = [

@@ -149,8 +149,11 @@ def is_finished(run: SweptRun) -> bool:
 
 def has_this_command(run: SweptRun) -> bool:
     """Whether a run was started with the command's options, but for those that may differ, such as --num_steps; a
-    recipe has more."""
-    recorded = shlex.split(json.loads((RUNS / run.name / "args.json").read_text())["command"])
+    recipe has more. Not if its record cannot be read."""
+    try:
+        recorded = shlex.split(json.loads((RUNS / run.name / "args.json").read_text())["command"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
     started: dict[str, list[str]] = {}
     asked: dict[str, list[str]] = {}
     for words, options in ((recorded, started), (run.options, asked)):

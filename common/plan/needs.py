@@ -450,7 +450,8 @@ def choose_options(
 
 def bytes_left() -> float:
     """The bytes of this rank's GPU that the run may take: without the networks of rewards, which are loaded by now, and
-    without what other processes hold, such as a judge's server. CUDA's own are in a plan."""
+    without what other processes hold, such as a judge's server. CUDA's own are in a plan. Networks that wait on the
+    host (REWARD_OFFLOAD=1) are not known here."""
     free, total = torch.cuda.mem_get_info()
     return total - max(0, total - free - CUDA_PROCESS)
 

@@ -216,6 +216,15 @@ def create_run_folder(
     return {}
 
 
+def rename_record(record: Mapping[Path, bytes], folder: Path, before: str, now: str) -> dict[Path, bytes]:
+    """A record under the name of the checkpoint that was loaded (`now`), where the newest one (`before`) is damaged."""
+    renamed = {}
+    for file, content in record.items():
+        first, *others = file.relative_to(folder).parts
+        renamed[folder.joinpath(first.replace(f"_{before}", f"_{now}"), *others)] = content
+    return renamed
+
+
 def write_record(record: Mapping[Path, bytes]) -> None:
     """Write the files of a record, {file: content}. RunError: one cannot be written."""
     for file, content in record.items():

@@ -95,9 +95,9 @@ def records_at(run: Path, step: int) -> list[Path]:
 
 
 # ---- what the earlier run left ---------------------------------------------------------------------------------------
-def rewind(run: Path | str, step: int, logged_to: int, evaluated: int | None = None) -> None:
-    """Cut a run's folder back: checkpoints and records of steps after `step` go, and metrics, samples and grids of
-    steps after `logged_to`, but for the samples of the step that this start has `evaluated`.
+def rewind(run: Path | str, step: int, logged_to: int, written: Collection[str] = ()) -> None:
+    """Cut a run's folder back: checkpoints and records of steps after `step` go, and metrics, samples, rollouts and
+    grids of steps after `logged_to`, but for the folders (samples/0031) that this start has `written`.
 
     A last line of metrics.jsonl that a kill cut short goes as well. The resumed run's file then equals the file of a
     run that was never interrupted.
@@ -120,7 +120,7 @@ def rewind(run: Path | str, step: int, logged_to: int, evaluated: int | None = N
         if checkpoint_step(path) > step:
             remove_checkpoint(path)
             print_message(f"continuing from step {step}: the later {path} is removed")
-    later = _find_later(Path(run), step, logged_to, evaluated)
+    later = _find_later(Path(run), step, logged_to, written)
     for path in later:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -131,19 +131,18 @@ def rewind(run: Path | str, step: int, logged_to: int, evaluated: int | None = N
         print_message(truncate(f"continuing from step {step}: also removed, as they are of later steps: {names}"))
 
 
-def _find_later(run: Path, step: int, logged_to: int, evaluated: int | None) -> list[Path]:
-    """A run's records of starts after `step`, and its samples and grids of evaluations after `logged_to`."""
+def _find_later(run: Path, step: int, logged_to: int, written: Collection[str]) -> list[Path]:
+    """A run's records of starts after `step`, and its samples, rollouts and grids of steps after `logged_to`."""
     last_of = {
         r"(?:args|source|uncommitted|code)_step_(\d+)(?:\.\w+)?": step,
         r"grid_(\d+)\.png": logged_to,
-        r"samples/(\d+)": logged_to,
+        r"(?:samples|rollouts)/(\d+)": logged_to,
     }
     found = []
-    for path in sorted([*run.glob("*"), *run.glob("samples/*")]):
+    for path in sorted([*run.glob("*"), *run.glob("samples/*"), *run.glob("rollouts/*")]):
         name = path.relative_to(run).as_posix()
         numbers = [(int(match[1]), last) for form, last in last_of.items() if (match := re.fullmatch(form, name))]
-        is_of_this_start = evaluated is not None and path == run / "samples" / f"{evaluated:04d}"
-        if any(number > last for number, last in numbers) and not is_of_this_start:
+        if any(number > last for number, last in numbers) and name not in written:
             found.append(path)
     return found
 

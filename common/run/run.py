@@ -37,7 +37,15 @@ from common.rewards import reward_settings
 from common.run.clock import Clock, compile_hint
 from common.run.ending import _current_run
 from common.run.plots import TRAIN_TOTAL, VAL_TOTAL, WATCHED, Picture, drawn_metrics, plot_curves, save_grid
-from common.run.record import Contents, changed_contents, create_run_folder, find_contents, find_sources, write_record
+from common.run.record import (
+    Contents,
+    changed_contents,
+    create_run_folder,
+    find_contents,
+    find_sources,
+    rename_record,
+    write_record,
+)
 from common.run.recorded_options import as_recorded, code_values
 from common.scoring import Reward
 from common.weights import save_policy
@@ -319,7 +327,8 @@ class Run:
             raise RunError(f"step {step}: {path}, which this run has written, is gone")
         if not self._has_written and self._owns_folder and (path.exists() or saved_checkpoints(self.folder)):
             resuming = optional_part("run.resuming", "--resume")
-            resuming.rewind(self.folder, self._resumed_from, self._logged_to, step if has_samples else None)
+            written = [f"rollouts/{step:04d}", *([f"samples/{step:04d}"] if has_samples else [])]
+            resuming.rewind(self.folder, self._resumed_from, self._logged_to, written)
         if not self._has_written:
             write_record(self._record)
             self._record = {}
@@ -384,7 +393,9 @@ class Run:
         if "shards" in state:
             is_file = Path(str(self.args.resume)).suffix == ".pt"
             shards = optional_part("weights.shards", "--lora_rank 0")
+            newest = self.checkpoint.stem
             self.checkpoint, state = shards.first_intact(self.checkpoint, state, may_be_earlier=not is_file)
+            self._record = rename_record(self._record, self.folder, newest, self.checkpoint.stem)
         state["path"] = self.checkpoint
         changed = dict(changed_contents(state["contents"], self.contents))
         # prints what changed; False: another run's, or scored otherwise

@@ -16,6 +16,7 @@ from common.distributed import restore_rng_states, rng_states
 from common.errors import RunError
 from common.files.checkpoints import load_checkpoint, save_checkpoint, saved_checkpoints
 from common.process import STOP_SIGNALS, catch_stop_signals, stop_requested
+from common.run.record import rename_record
 from common.run.resuming import find_checkpoint, resume_differences, rewind
 from tests.conftest import assert_same, new_run
 
@@ -323,14 +324,15 @@ def test_rewind_removes_what_other_steps_left(tmp_path, capfd):
     kept += ["samples/0000/samples.jsonl", "samples/0010/samples.jsonl", "samples/mine/samples.jsonl"]
     later = ["args_step_000015.json", "source_step_000015.py", "uncommitted_step_000015.diff", "grid_0015.png"]
     later += ["code_step_000015/mine.py", "samples/0011/samples.jsonl", "samples/0015/samples.jsonl"]
+    later += ["rollouts/0011/samples.jsonl", "rollouts/0015/samples.jsonl"]
     for name in kept + later:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    rewind(tmp_path, 10, 10, evaluated=11)
+    rewind(tmp_path, 10, 10, ["samples/0011", "rollouts/0011"])
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    assert left == {*kept, "samples/0011/samples.jsonl"}
-    assert re.fullmatch(".* 10: .*args_step_000015.json, .*samples/0015, .*\n", capfd.readouterr().err)
-    rewind(tmp_path, -1, -1, evaluated=0)  # a run that begins again
+    assert left == {*kept, "samples/0011/samples.jsonl", "rollouts/0011/samples.jsonl"}
+    assert re.fullmatch(".* 10: .*args_step_000015.json, .*rollouts/0015, samples/0015, .*\n", capfd.readouterr().err)
+    rewind(tmp_path, -1, -1, ["samples/0000"])  # a run that begins again
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     names = ["args.json", "source.py", "grid_best.png", "samples/0000/samples.jsonl", "samples/mine/samples.jsonl"]
     assert left == {*names}
@@ -457,3 +459,13 @@ def test_every_rank_resumes_from_the_checkpoint_of_rank_0(of_rank_0, monkeypatch
     monkeypatch.setattr("common.run.run.gather_objects", lambda ours: [of_rank_0, ours])
     run = new_run(tmp_path / "run", script=__file__, checkpoint="step_000005.pt")
     assert run.checkpoint == of_rank_0
+
+
+def test_a_record_has_the_name_of_the_checkpoint_that_was_loaded(tmp_path):
+    """The newest one has a damaged shard: evaluations after step 30 are of this record."""
+    files = {"args": b"1", "source": b"2"}
+    record = {tmp_path / f"{name}_step_000040.json": content for name, content in files.items()}
+    record[tmp_path / "code_step_000040" / "a_step_000040.py"] = b"3"
+    expected = {tmp_path / f"{name}_step_000030.json": content for name, content in files.items()}
+    expected[tmp_path / "code_step_000030" / "a_step_000040.py"] = b"3"
+    assert rename_record(record, tmp_path, "step_000040", "step_000030") == expected

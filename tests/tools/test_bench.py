@@ -468,6 +468,11 @@ def test_an_image_that_a_reward_fails_on_is_left_out_of_both_sides(tmp_path):
     assert rows["base"]["mean"][0] == rows["same"]["mean"][0] == pytest.approx((0.2 + 0.6) / 2)
     assert rows["other"]["mean"][0] == pytest.approx((0.15 + 0.6 + 0.3) / 3) and "difference" not in rows["other"]
     assert (rows["base"]["failed"], rows["same"]["failed"]) == (2, 1)
+    # one that the reward has failed on everywhere takes nothing from the others
+    none = same | {"policy": "none", "images": {"mine": [None] * 6}}
+    with_it = {row["policy"]: row for row in bench.summarise(made, [base, same, none])}
+    assert with_it["same"] == rows["same"] and with_it["base"] == rows["base"]
+    assert with_it["none"]["mean"] is None and "difference" not in with_it["none"]
 
 
 @pytest.mark.fast
