@@ -21,7 +21,7 @@ from tools.compare import as_markdown
 
 SEEDS, EVAL_EVERY = (1, 2), 5
 RATES = {"flow_grpo": 3e-3, "diffusion_nft": 3e-4}  # as scenes_comparison.py chose
-KLS = {"flow_grpo": (0.0, 0.02, 0.1), "diffusion_nft": (0.0, 1.0, 5.0)}  # their KLs have scales of their own
+KLS = {"flow_grpo": (0.0, 0.02, 0.1), "diffusion_nft": (0.0, 0.1, 1.0)}  # their KLs have scales of their own
 JUDGE = "benchmarks/scenes_judge.py:second_judge"
 SCORES = {  # of an evaluation, and what the log calls them
     "geneval.soft": "val/geneval.soft/mean",
