@@ -175,15 +175,15 @@ def mean_interval(
             sums[cluster] = sums.get(cluster, 0.0) + value - mean
         means.append(mean)
         squares = sum(of_cluster**2 for of_cluster in sums.values())
-        freedom = len(sums) - 1
-        parts.append((len(sums) / freedom * squares / len(kept) ** 2 if freedom else 0.0, freedom))
+        others = len(sums) - 1
+        parts.append((len(sums) / others * squares / len(kept) ** 2 if others else 0.0, others))
     mean = statistics.fmean(means)
-    if not all(freedom for _, freedom in parts):
+    if not all(others for _, others in parts):
         return mean, None, None
     variance = sum(part for part, _ in parts)  # of the sum of the groups' means
     if not variance:
         return mean, mean, mean
-    freedom = variance**2 / sum(part**2 / of_group for part, of_group in parts)
+    freedom = variance**2 / sum(part**2 / others for part, others in parts)
     half = t_975(freedom) * variance**0.5 / len(parts)
     return mean, mean - half, mean + half
 
