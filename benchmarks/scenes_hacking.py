@@ -79,7 +79,7 @@ def train(job, path, core):
 
 
 def print_table(path):
-    """A line a run: the evaluation at which the proxy is best, at which the truth is, and the last one."""
+    """A line for each evaluation of each run."""
     rows = [["", "KL", "seed", "step", "geneval.soft", "geneval", "judge", "exact", "drift"]]
     for line in read_record(path):
         told = [line["row"], line["stage"].removeprefix("kl"), str(line["seed"])]

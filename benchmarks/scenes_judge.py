@@ -1,6 +1,6 @@
 """A second judge of scenes, which no policy is trained on: a network that knows where each object is, in what paint.
 
-    python -m benchmarks.scenes_judge --train 2000      # makes WEIGHTS anew, of scenes that code draws and spoils
+    python -m benchmarks.scenes_judge --train 1200      # makes WEIGHTS anew, of scenes that code draws and spoils
     python -m benchmarks.scenes_judge                   # what it gets wrong: the tables of docs/lab/scenes_hacking.md
     python -m benchmarks.scenes_judge --runs RUN ...    # what it says of the images of runs
     python -m benchmarks.scenes_judge --labels          # and on images of trained policies that were labelled by eye
