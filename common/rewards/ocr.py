@@ -7,6 +7,7 @@ image there is `ocr_scene`.
 """
 
 import functools
+import importlib
 import logging
 import unicodedata
 from typing import Any, Final
@@ -48,13 +49,15 @@ def quoted_text(prompt: str) -> str:
 
 
 def load() -> None:
-    """Load the recognition network, which the first image needs.
+    """Import OpenCV, on which RapidOCR stands and which is not there without some libraries of the system.
+
+    The networks, whose import is slow, load with the first image: a wrong option is refused before.
 
     Raises:
-        ValueError: RapidOCR, or OpenCV or onnxruntime below it, does not load.
+        ValueError: OpenCV does not load.
     """
     with error_prefix("cannot load RapidOCR", Exception):
-        _recognizer()
+        importlib.import_module("cv2")
 
 
 # what a reward may carry (common/scoring.py); mypy does not know that functions can have attributes

@@ -12,8 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from common.distributed import cores_of_this_rank
-from common.errors import error_prefix
-from common.rewards.ocr import quoted_text, score_texts
+from common.rewards.ocr import load, quoted_text, score_texts
 
 from PIL.Image import Image
 
@@ -24,16 +23,6 @@ def ocr_scene(images: list[Image], prompts: list[str], metadata: list[dict]) -> 
     In [0, 1]: 1 if the image shows that text and no other, 0 if it shows no text. Beside it stands what was `read`.
     """
     return score_texts(read_scene(images), prompts)
-
-
-def load() -> None:
-    """Load both networks in one of the threads that read; the others load theirs with their first image.
-
-    Raises:
-        ValueError: RapidOCR, or OpenCV or onnxruntime below it, does not load.
-    """
-    with error_prefix("cannot load RapidOCR", Exception):
-        _threads().submit(_reader).result()
 
 
 # what a reward may carry (common/scoring.py); mypy does not know that functions can have attributes
@@ -59,18 +48,13 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _read(image: Image) -> str:
-    lines = _reader()(image.convert("RGB")).txts  # None if the detector finds no line
+    if not hasattr(_of_this_thread, "reader"):
+        _of_this_thread.reader = _new_reader()
+    lines = _of_this_thread.reader(image.convert("RGB")).txts  # None if the detector finds no line
     return "".join(lines or ())
 
 
 _of_this_thread = threading.local()  # .reader: the networks, which keep state between detector and recogniser
-
-
-def _reader() -> Any:  # a RapidOCR
-    """This thread's own."""
-    if not hasattr(_of_this_thread, "reader"):
-        _of_this_thread.reader = _new_reader()
-    return _of_this_thread.reader
 
 
 def _new_reader() -> Any:  # a RapidOCR

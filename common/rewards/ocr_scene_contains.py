@@ -6,8 +6,8 @@ It needs nothing, like `ocr_scene`. This is the reward of Flow-GRPO's code, with
 of PaddleOCR's. This reader knows Chinese as well: now and then it takes a sign such as & or = for one of Chinese text.
 """
 
-from common.rewards.ocr import quoted_text, score_texts
-from common.rewards.ocr_scene import load, read_scene
+from common.rewards.ocr import load, quoted_text, score_texts
+from common.rewards.ocr_scene import read_scene
 
 from PIL.Image import Image
 

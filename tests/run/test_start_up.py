@@ -299,7 +299,8 @@ def test_a_schedule_that_counts_optimizer_steps_keeps_their_number(tmp_path, mon
     """Adam's count goes on, and would be held against a total of the new number alone."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["flow_grpo.py"])
-    saved = {"updates_per_rollout": 4, "epochs_per_rollout": 1, "lr_schedule": "cosine", "shard_ranks": 2}
+    saved = {"updates_per_rollout": 4, "epochs_per_rollout": 1, "lr_schedule": "cosine"}
+    saved |= {"shard_ranks": 2, "micro_batch_size": 8}
     state = {"step": 3, "best": 0.5, "args": saved, "sampler": {}, "rng": [{}] * 2, "policies": {"default": {}}}
     save_checkpoint(tmp_path / "runs" / "flow_grpo", 3, state | {"optimizer": {}, "format": FORMAT}, 1)
     saved_state = {"updates_per_step": 4}
