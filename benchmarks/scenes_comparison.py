@@ -44,13 +44,20 @@ SETTINGS = {"GENEVAL_DETECTOR": "assets/nanodet", "GENEVAL_DTYPE": "bfloat16"}
 ROLLOUT_S, EVAL_S, BENCH_S, START_S = 8.5, 8, 60, 15
 
 
-ROWS = {  # script, its options, the seconds of a rollout as a multiple of Flow-GRPO's
+ROWS = {  # script or module, its options, the seconds of a rollout as a multiple of Flow-GRPO's
     "flow_grpo": ("flow_grpo.py", NO_KL, 1.0),
     "grpo_guard": ("grpo_guard.py", NO_KL, 1.0),
     "mix_grpo": ("mix_grpo.py", NO_KL, 1.0),
     "diffusion_nft": ("diffusion_nft.py", NO_KL, 1.5),
     # as many images as the others sample, made into pairs before, and as many optimizer steps
     "dpo_offline": ("dpo_offline.py", "", 1.0),
+    # of contrib, without a KL but for DGPO's, which must have one
+    "awm": ("contrib.awm", NO_KL, 1.5),
+    "dgpo": ("contrib.dgpo", "", 1.5),
+    "crd": ("contrib.crd", NO_KL, 1.5),
+    "v_grpo": ("contrib.v_grpo", "", 1.2),
+    "ram": ("contrib.ram", "", 1.5),
+    "flow_dppo": ("contrib.flow_dppo", NO_KL, 1.0),
 }
 
 
@@ -107,7 +114,8 @@ def command_of(job, name):
     else:
         words += ["--rollout", "local", "--num_prompts", IMAGES // 8, "--updates_per_rollout", UPDATES]
         words += ["--num_steps", steps, "--eval_every", EVAL_EVERY]
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", script, *map(str, words)]
+    program = [script] if script.endswith(".py") else ["-m", script]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", *program, *map(str, words)]
 
 
 def train(job, core, prefix=""):

@@ -80,7 +80,7 @@ def test_all_stages_follow_one_another_and_nothing_else(tmp_path, monkeypatch, c
     record = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()]
     assert [line["stage"] for line in record] == ["tune"] * 4 * len(ROWS) + ["run"] * 3 * len(ROWS)
     assert {line["learning_rate"] for line in record if line["stage"] == "run"} == {1e-2}
-    assert "15 of 15: scenes-run-dpo_offline-0.01-seed3" in capsys.readouterr().out
+    assert f"{3 * len(ROWS)} of {3 * len(ROWS)}: scenes-run-flow_dppo-0.01-seed3" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("change", ["", "options", "detector"])
@@ -99,7 +99,8 @@ def test_a_run_that_other_settings_have_begun_is_not_continued(change, tmp_path)
 def test_every_row_makes_as_many_images_and_updates(monkeypatch):
     monkeypatch.chdir(ROOT)
     for job in run_jobs(trials(1e-3)):
-        script, *words = command_of(job, "x")[4:]
+        command = command_of(job, "x")
+        script, words = command[command.index("--name") - 1], command[command.index("--name") :]
         module = importlib.import_module(script.removesuffix(".py"))
         args = module.check(parse_args(module.Args, "", words))
         if job["row"] == "dpo_offline":
