@@ -104,6 +104,18 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         print(f"\n{report.nodeid} ({report.when}): {said.removeprefix('E').strip()}", file=sys.stderr, flush=True)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """With --durations N: the seconds of the N slowest files."""
+    seconds: collections.Counter[str] = collections.Counter()
+    for report in (report for reports in terminalreporter.stats.values() for report in reports):
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid.partition("::")[0]] += report.duration
+    if config.option.durations:
+        terminalreporter.section("slowest files")
+        for file, spent in seconds.most_common(config.option.durations):
+            terminalreporter.write_line(f"{spent:8.1f}s {file}")
+
+
 # ---- packages that may be missing ------------------------------------------------------------------------------------
 def is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
