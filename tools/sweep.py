@@ -79,7 +79,7 @@ def takes_one_value(script: str, option: str) -> bool:
 
 def program(script: str) -> list[str]:
     """The words that start a script. One in a folder would not find common/, where the checkout is not on the path."""
-    start = ["torchrun", "--standalone", script]
+    start = ["torchrun", "--standalone", "--shutdown_timeout", "7200", script]  # two hours for a step, then its save
     if len(Path(script).parts) == 1:
         return start
     path = os.pathsep.join(filter(None, (str(Path.cwd()), os.environ.get("PYTHONPATH"))))

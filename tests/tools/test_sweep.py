@@ -29,8 +29,8 @@ def test_every_value_runs_with_every_seed_under_a_name_of_its_own(in_checkout):
     ]
     assert {run.group for run in runs} == {"flow_grpo-learning_rate1e-3", "flow_grpo-learning_rate3e-3"}
     assert " ".join(runs[0].command) == (
-        "torchrun --standalone flow_grpo.py --rollout local --learning_rate 1e-3 --image_size 32 96 "
-        "--name flow_grpo-learning_rate1e-3-seed1 --seed 1 --resume latest"
+        "torchrun --standalone --shutdown_timeout 7200 flow_grpo.py --rollout local --learning_rate 1e-3 "
+        "--image_size 32 96 --name flow_grpo-learning_rate1e-3-seed1 --seed 1 --resume latest"
     )
     twice = ["--learning_rate", "1e-3", "--rollout=local", "--learning_rate", "3e-3"]  # the later one counts, as always
     (run,) = sweep.plan_runs("flow_grpo.py", twice, seeds=[1])
@@ -42,7 +42,8 @@ def test_every_value_runs_with_every_seed_under_a_name_of_its_own(in_checkout):
 def test_a_script_in_a_folder_finds_common(in_checkout, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/own")
     (run,) = sweep.plan_runs("contrib/awm.py", [], seeds=[1])
-    assert run.command[:5] == ["env", f"PYTHONPATH={Path.cwd()}:/own", "torchrun", "--standalone", "contrib/awm.py"]
+    assert run.command[:4] == ["env", f"PYTHONPATH={Path.cwd()}:/own", "torchrun", "--standalone"]
+    assert run.command[6] == "contrib/awm.py"
 
 
 def test_a_recipe_of_several_scripts_has_its_script_behind_it(in_checkout):
