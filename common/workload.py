@@ -23,8 +23,8 @@ class Workload:
     """the policies that are kept: `default`, the trained one, and others, of which `reference` never changes"""
     trained_policies: int = 1
     """how many of them an optimizer trains"""
-    acting_passes: int = 0
-    """passes without gradient that the update makes beside each trained one: by `old`, a reference or teachers"""
+    acting_passes: float = 0
+    """passes without gradient that the update makes for each trained one: by `old`, a reference or teachers"""
     acting_epochs: int = 1
     """epochs in which they are made; 1: once per rollout"""
     trained_images: int | None = None

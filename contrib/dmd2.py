@@ -149,14 +149,16 @@ def check(args: Args) -> Args:
 
 def workload(args: Args) -> Workload:
     """What a training step samples, trains and keeps: for the plan, the sizes that fit, and perf/mfu."""
+    trained_steps = 1 + args.fake_updates
+    acting_passes = 1 + (2 if args.teacher_guidance > 1 else 1)  # by the fake score, and by the teacher
     return Workload(
         num_images=args.num_prompts,
         num_prompts=args.num_prompts,
         sampled_steps=args.num_inference_steps,
-        trained_steps=1 + args.fake_updates,
+        trained_steps=trained_steps,
         policies=tuple(policy_names(args)),
         trained_policies=len(TRAINED),
-        acting_passes=1,  # by each of 1 + fake_updates passes, for one of the fake score and two of a guided teacher
+        acting_passes=acting_passes / trained_steps,
         guidance_scale=args.guidance_scale,
         trained_guidance=args.guidance_scale,
     )

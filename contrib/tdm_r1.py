@@ -208,7 +208,7 @@ def workload(args: Args) -> Workload:
         trained_steps=trained_steps,
         policies=tuple(policy_names(args)),
         trained_policies=len(TRAINED),
-        acting_passes=math.ceil(acting_passes / trained_steps),
+        acting_passes=acting_passes / trained_steps,
         guidance_scale=args.guidance_scale,
         trained_guidance=args.guidance_scale,
     )

@@ -575,14 +575,15 @@ CHANGED = [
     (
         "contrib/dmd2.py",
         {"fake_updates": 3, "ema_decay": 0.9},
+        # of an image one pass by the fake score and two of the guided teacher
         {"trained_steps": 4, "sampled_steps": 2, "policies": ("default", "ema", "fake", "reference")}
-        | {"trained_policies": 2},
+        | {"trained_policies": 2, "acting_passes": 0.75},
     ),
     (
         "contrib/tdm_r1.py",
         {"fake_updates": 2, "surrogate_updates": 3, "surrogate_guidance": 1.0, "ema_decay": 0.9},
         # of an image one pass by the fake score, two of the guided teacher, 2 + 3 of it alone, one by the surrogate
-        {"num_images": 64, "trained_steps": 6, "sampled_steps": 2, "acting_passes": 2, "trained_policies": 3}
+        {"num_images": 64, "trained_steps": 6, "sampled_steps": 2, "acting_passes": 1.5, "trained_policies": 3}
         | {"policies": ("default", "ema", "fake", "surrogate", "reference")},
     ),
     ("contrib/draft.py", {"gradient_steps": 2}, {"sampled_steps": 1, "trained_steps": 2, "chained_steps": 2}),
