@@ -288,17 +288,57 @@ def sort_tensors(
 
 
 def by_diffusers(tensors: Mapping[str, torch.Tensor], model: str) -> tuple[dict[str, torch.Tensor], str]:
-    """The tensors as the pipeline's `lora_state_dict` names and scales them; or none, and "PIPELINE: why it does not".
+    """The tensors as the pipeline's `lora_state_dict` names them; or none, and "PIPELINE: why it does not".
 
-    It is asked last: it drops the alphas of files that have diffusers' names (Qwen-Image) or gives them apart (FLUX.1).
+    Its converters drop some alphas, and some tensors. So alpha / rank is in the B matrices before, alpha is the rank
+    after, and the names are converted once more with a number of its own in each tensor, to see which are left.
+
+    Raises:
+        ValueError: names a tensor that the converter leaves out.
     """
     import diffusers  # slow
 
     pipeline_class = getattr(diffusers, diffusers.DiffusionPipeline.load_config(model)["_class_name"])
+    scaled = with_alpha_in_b(tensors)
+    numbered = {key: tensor for key, tensor in scaled.items() if not key.endswith(".alpha")}
+    numbers = {key: float(i) for i, key in enumerate(numbered, 1) if KEY.fullmatch(key) or numbered[key].any()}
+    numbered = {key: torch.full(scaled[key].shape, number) for key, number in numbers.items()}
     try:
-        return pipeline_class.lora_state_dict(dict(tensors)), ""
+        converted = pipeline_class.lora_state_dict(dict(scaled))
+        traces = pipeline_class.lora_state_dict(scaled | numbered).values()
     except Exception as error:  # whatever a converter raises over names that it does not know
         return {}, truncate(f"{pipeline_class.__name__}: {reason(error)}")
+    found = {number for trace in traces for edge in edges(trace) for number in edge.unique().tolist()}
+    lost = [key for key, number in numbers.items() if number not in found]
+    if lost:
+        told = f"{pipeline_class.__name__}'s converter leaves it out"
+        raise ValueError(f"{lost[0]}: {told}: pass a LoRA with diffusers' names, or without it")
+    converted = {key: tensor for key, tensor in converted.items() if not key.endswith(".alpha")}
+    if any(key.endswith(".alpha") for key in tensors):
+        ranks = {key: len(tensor) for key, tensor in converted.items() if key.endswith(".lora_A.weight")}
+        converted |= {key.replace(".lora_A.weight", ".alpha"): torch.tensor(rank) for key, rank in ranks.items()}
+    return converted, ""
+
+
+def with_alpha_in_b(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a LoRA that acts as before, with the rank as the alpha of each module that has one."""
+    changed = dict(tensors)
+    parts: dict[str, dict[str, str]] = {}  # {module as the file names it: {lora_A, lora_B or alpha: key}}
+    for key, tensor in tensors.items():
+        match = KEY.fullmatch(key)
+        if match and (match[2] != "alpha" or (tensor.numel() == 1 and is_alpha(tensor.item()))):
+            parts.setdefault(match[1], {})[PARTS.get(match[2], match[2])] = key
+    for keys in parts.values():
+        if keys.keys() == {"lora_A", "lora_B", "alpha"}:
+            rank = len(tensors[keys["lora_A"]])
+            changed[keys["lora_B"]] = tensors[keys["lora_B"]].float() * (tensors[keys["alpha"]].item() / rank)
+            changed[keys["alpha"]] = torch.tensor(float(rank))
+    return changed
+
+
+def edges(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The first column and the first row of a matrix, in which each block of it has a part; else the tensor."""
+    return [tensor[:, 0], tensor[0]] if tensor.dim() == 2 else [tensor]
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------

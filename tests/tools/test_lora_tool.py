@@ -105,6 +105,41 @@ def test_names_of_the_original_code_are_translated_by_diffusers(tmp_path):
         torch.testing.assert_close(found[module], product, rtol=1e-4, atol=1e-4)
 
 
+def test_an_alpha_that_a_converter_drops_counts(tmp_path):
+    """FLUX.1's, of the last layer, among kohya's names."""
+    model = str(make_checkpoint("flux", tmp_path / "flux"))
+    names = {"double_blocks_0_img_attn_proj": "transformer_blocks.0.attn.to_out.0", "final_layer_linear": "proj_out"}
+    pairs = matrices(model, names.values())
+    by_module = {module: f"lora_unet_{name}" for name, module in names.items()}
+    tensors = named(pairs, by_module.__getitem__, "lora_down", "lora_up", alpha=1.0)
+    save_file(tensors, tmp_path / "kohya.safetensors")
+    assert_same(products(tmp_path / "kohya.safetensors", model), pairs, scale=0.5)
+
+
+@pytest.mark.parametrize(
+    ("family", "kept", "lost"),
+    [
+        ("flux", "double_blocks_0_img_attn_proj:transformer_blocks.0.attn.to_out.0", "diff_b"),
+        ("flux2_klein", "single_blocks_0_linear2:single_transformer_blocks.0.attn.to_out", "final_layer_adaLN"),
+    ],
+)
+def test_what_a_converter_leaves_out_is_refused(family, kept, lost, tmp_path):
+    model = str(make_checkpoint(family, tmp_path / family))
+    name, module = kept.split(":")
+    tensors = named(matrices(model, [module]), lambda module: f"lora_unet_{name}", "lora_down", "lora_up", alpha=2.0)
+    save_file(tensors, tmp_path / "kohya.safetensors")
+    assert products(tmp_path / "kohya.safetensors", model).keys() == {module}
+    outputs, inputs = linear_shapes(model)["norm_out.linear"]
+    more = {f"lora_unet_{name}.diff_b": torch.ones(linear_shapes(model)[module][0])}
+    if lost != "diff_b":
+        pair = {"last": (torch.ones(2, inputs), torch.ones(outputs, 2))}
+        last = "lora_unet_final_layer_adaLN_modulation_1"
+        more = named(pair, lambda module: last, "lora_down", "lora_up", alpha=2.0)
+    save_file(tensors | more, tmp_path / "kohya.safetensors")
+    with pytest.raises(ValueError, match=f"kohya.safetensors: lora_unet_.*{lost}"):
+        read_lora(tmp_path / "kohya.safetensors", model)
+
+
 @pytest.mark.parametrize("family", sorted(BY_DIFFUSERS_NAME | BY_OWN_NAME))
 def test_comfyui_finds_each_module(family, tmp_path):
     """A LoRA on all linear layers, at the strength of the product: alpha, which ComfyUI would divide, is not in it."""
