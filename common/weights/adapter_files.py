@@ -94,7 +94,11 @@ def read_lora(path: str | Path, model: str | Path | None = None) -> "tuple[dict[
         if len(of_parts) > 1:
             raise ValueError(f"(rank, alpha) of its two files differ: {sorted(of_parts)}")
     modules = sorted({name.rpartition(".lora_")[0] for name in weights})
-    return weights, LoraConfig(r=rank, lora_alpha=alpha, target_modules=modules)
+    # peft takes every module whose name ends with one of these, such as each block's proj_out with the last layer's
+    ends = {f".{name}" for name in modules}
+    layers = set(linear_shapes(str(model))) - set(modules) if model is not None else set()
+    others = sorted(layer for layer in layers if any(layer[i:] in ends for i, dot in enumerate(layer) if dot == "."))
+    return weights, LoraConfig(r=rank, lora_alpha=alpha, target_modules=modules, exclude_modules=others or None)
 
 
 def read_part(file: Path, model: str | None, prefix: str) -> tuple[dict[str, torch.Tensor], int, float]:

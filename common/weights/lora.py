@@ -65,7 +65,7 @@ def make_lora(
             targets = [name for name in targets if name != ALL_LINEAR] + sorted(linear_shapes(str(model)))
         if excluded and model:  # peft's names are those of single layers
             layers = sorted(linear_shapes(model))
-            inside = {name: [layer for layer in layers if f".{name}." in f".{layer}"] for name in excluded}
+            inside = {name: [layer for layer in layers if f".{name}." in f".{layer}."] for name in excluded}
             excluded = [layer for name in excluded for layer in inside[name] or [name]]
         config = LoraConfig(
             r=rank,

@@ -3,8 +3,9 @@
 import json
 import re
 
+from common.models import Family
 from common.models.loading import family_class
-from common.weights import adapter_files
+from common.weights import adapter_files, make_lora
 from common.weights.adapter_files import read_lora
 from common.weights.lora import linear_shapes, save_weights
 from common.weights.policy import tensors_on_rank_0
@@ -103,6 +104,24 @@ def test_names_of_the_original_code_are_translated_by_diffusers(tmp_path):
     assert found.keys() == expected.keys()
     for module, product in expected.items():
         torch.testing.assert_close(found[module], product, rtol=1e-4, atol=1e-4)
+
+
+def test_a_lora_is_put_on_its_own_modules_alone(tmp_path):
+    """Of FLUX.1 the last layer and a part of each block are called proj_out."""
+    model = str(make_checkpoint("flux", tmp_path / "flux"))
+    save_file(named(matrices(model, ["proj_out"]), str), tmp_path / "lora.safetensors")
+    _, config = read_lora(tmp_path / "lora.safetensors", model)
+    others = {name for name in linear_shapes(model) if name.endswith(".proj_out")}
+    assert config.target_modules == {"proj_out"} and config.exclude_modules == others and others
+
+
+def test_what_is_left_out_ends_so_or_is_inside(monkeypatch):
+    """FLUX.2's to_out is a list in some blocks and a layer in others."""
+    layers = ["a.attn.to_out.0", "a.attn.to_q", "b.attn.to_out"]
+    monkeypatch.setattr("common.weights.lora.linear_shapes", lambda model: dict.fromkeys(layers, (2, 2)))
+    monkeypatch.setattr("common.weights.lora.has_two_transformers", lambda model: False)
+    given = make_lora(Family, rank=2, alpha=2, model="m", target_modules=["all-linear", "not:to_out"])
+    assert given.config.exclude_modules == {"a.attn.to_out.0", "b.attn.to_out"}
 
 
 def test_an_alpha_that_a_converter_drops_counts(tmp_path):
