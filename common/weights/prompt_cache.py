@@ -61,6 +61,7 @@ class PromptCache:
         with writing(file):
             file.parent.mkdir(parents=True, exist_ok=True)
             save_file(conditioning, temporary, metadata={"digest": digest(conditioning)})
+            temporary.chmod(0o644)  # safetensors lets only the owner read, and runs of others may share the folder
             temporary.replace(file)
         return conditioning
 

@@ -154,6 +154,7 @@ def test_a_file_has_the_bits_of_what_was_encoded(tmp_path):
     found = cache.read(["a sign"], LENGTH)
     assert_equal(found, conditioning)
     assert found["prompt_embeds"][0, 60:].signbit().all()
+    assert cache.file_of("a sign", LENGTH).stat().st_mode & 0o444 == 0o444  # for all who share the folder
 
 
 @pytest.mark.fast
