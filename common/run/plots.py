@@ -184,6 +184,9 @@ def save_samples(
     if not on_rank_0():
         return None
     by_place = {place: sample for part in parts for place, sample in part.items()}
+    for earlier in folder.glob("[0-9]*.png"):  # of a start that made more images, before a kill
+        if earlier.stem.isdecimal() and int(earlier.stem) not in by_place:
+            earlier.unlink()
     lines = []  # of samples.jsonl
     grid = []
     for place, (record, picture) in sorted(by_place.items()):

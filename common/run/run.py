@@ -327,7 +327,9 @@ class Run:
             raise RunError(f"step {step}: {path}, which this run has written, is gone")
         if not self._has_written and self._owns_folder and (path.exists() or saved_checkpoints(self.folder)):
             resuming = optional_part("run.resuming", "--resume")
-            written = [f"rollouts/{step:04d}", *([f"samples/{step:04d}"] if has_samples else [])]
+            saves_rollouts = self.config.get("save_rollouts")  # not every script has the option
+            written = [f"rollouts/{step:04d}"] if saves_rollouts and step % saves_rollouts == 0 else []
+            written += [f"samples/{step:04d}"] if has_samples else []
             resuming.rewind(self.folder, self._resumed_from, self._logged_to, written)
         if not self._has_written:
             write_record(self._record)

@@ -509,6 +509,25 @@ def test_a_best_adapter_that_a_later_step_wrote_is_chosen_again(tmp_path, one_ra
         again.log({"a": 1})
 
 
+@pytest.mark.parametrize("save_rollouts", [0, 2])
+def test_a_step_that_is_repeated_keeps_the_rollouts_of_this_start_alone(tmp_path, one_rank, save_rollouts):
+    """Step 2 was logged, and its rollout written, after the last checkpoint."""
+
+    def start(**options):
+        run = new_run(tmp_path / "run", script=__file__, num_steps=4, **options)
+        run.config["save_rollouts"] = save_rollouts  # of a script that has it
+        return run
+
+    run = start()
+    save_checkpoint(run.folder, 1, NOTHING_YET | {"step": 1, "best": 0.5, "best_step": 0, "args": run.config}, 3)
+    (run.folder / "rollouts" / "0002").mkdir(parents=True)
+    again = start(resume="latest", checkpoint=saved_checkpoints(run.folder)[-1])
+    again.load_checkpoint()
+    again.begin_step(2)
+    again.log({"a": 1})
+    assert (run.folder / "rollouts" / "0002").exists() == (save_rollouts == 2)
+
+
 @pytest.mark.parametrize("best_by", [None, "val/watched/mean"])
 def test_the_best_adapter_is_that_of_the_highest_total_or_best_by(best_by, tmp_path, monkeypatch, capsys):
     saved = []
