@@ -11,6 +11,8 @@ from decimal import Decimal
 from numbers import Real
 from typing import Any
 
+from common.errors import RunError, truncate
+
 UNSEEN = {"Cc", "Cf", "Mn", "Zl", "Zp", "Zs"}  # Unicode's categories of what shows nothing by itself
 FILLERS = "\u115f\u1160\u2800\u3164\uffa0"  # letters and symbols that show nothing
 # around a name; no combining mark, with which words end, and no joiner, which changes the letter before it
@@ -72,10 +74,15 @@ def is_chat(text: str) -> bool:
 
 # ---- JSON -----------------------------------------------------------------------------------------------------------
 def digest_records(records: Iterable[object]) -> str:
-    """BLAKE2b of prompts' records, the same in every process."""
+    """BLAKE2b of prompts' records, the same in every process. RunError: a dict in one has names of several types, or
+    of a type that JSON does not have."""
     hashed = hashlib.blake2b(digest_size=16)
     for record in records:
-        hashed.update(json.dumps(record, default=_as_json, sort_keys=True).encode())
+        try:
+            text = json.dumps(record, default=_as_json, sort_keys=True)
+        except TypeError as error:
+            raise RunError(truncate(f"a record's names cannot be written as JSON's ({error}): {record}")) from error
+        hashed.update(text.encode())
     return hashed.hexdigest()
 
 

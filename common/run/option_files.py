@@ -20,6 +20,7 @@ import yaml
 OF_ITS_RANKS = ("rollout_batch_size", "shard_ranks")  # not taken by another number of ranks
 # in a run's args.json, and not to be repeated
 OF_ONE_START = ("resume", "eval_only", "args", "trust_code", "reward_settings")
+OF_THE_LORA = ("lora_rank", "lora_alpha")  # recorded as those of --lora_path's file, whose alpha may be a fraction
 
 
 def given_options(argv: Sequence[str]) -> set[str]:
@@ -77,7 +78,8 @@ def words_of_file(path: str, args_class: type[SharedArgs], argv: Sequence[str], 
         is_record = isinstance(given.get("args"), dict)
         if is_record:
             check_format(given, "the file")
-            given = {name: value for name, value in given["args"].items() if name not in OF_ONE_START}
+            left_out = (*OF_ONE_START, *(OF_THE_LORA if given["args"].get("lora_path") else ()))
+            given = {name: value for name, value in given["args"].items() if name not in left_out}
         unknown = [str(name) for name in given if name not in hints or name == "args"]
         if unknown:
             raise ValueError(f"no such option: {', '.join(unknown)}; take it out of the file")
@@ -163,7 +165,10 @@ def _options_of_checkpoint(args: SharedArgs, state: dict[str, Any], argv: Sequen
         left_out += ("shard_ranks",)
     elif before != now:
         left_out += OF_ITS_RANKS
-        saved["micro_batch_size"] = fit_to_ranks(saved["micro_batch_size"], before, now)
+        saved["micro_batch_size"] = fit_to_ranks(state["args"]["micro_batch_size"], before, now)
+        if saved["micro_batch_size"] != state["args"]["micro_batch_size"]:
+            told = "a size that divides in any case: pass another that does"
+            print_message(f"{now} ranks in place of {before}: --micro_batch_size {saved['micro_batch_size']}, {told}")
     left_out += tuple(given_options(argv))
     recorded = {name: value for name, value in saved.items() if name not in left_out}
     if "reward" not in recorded and "reward" in state["args"]:

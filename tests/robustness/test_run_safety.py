@@ -124,6 +124,9 @@ def test_records_have_one_digest_in_every_process():
     records = lambda size, tags: [("a sign", {"tags": tags, "image": Image.new("L", (size, 1)), "bytes": b"12"})]
     assert digest_records(records(1, {"a", "b"})) == digest_records(records(1, {"b", "a"}))
     assert digest_records(records(1, {"a", "b"})) != digest_records(records(2, {"a", "b"}))
+    for names in ({1: 2, "sum": 3}, {(1, 2): 3}):  # which a function may return
+        with pytest.raises(RunError, match="a sign"):
+            digest_records([("a sign", {"boxes": names})])
 
 
 @pytest.mark.fast

@@ -98,6 +98,14 @@ def test_what_is_no_value_is_refused_by_name(here, capfd, content, fault):
     assert capfd.readouterr().err == ""
 
 
+def test_a_record_leaves_rank_and_alpha_to_the_file_of_its_lora(here):
+    """Whose alpha may be a fraction, which the option is not."""
+    options = {"lora_path": "mine.safetensors", "lora_rank": 4, "lora_alpha": 0.5, "seed": 3}
+    (here / "args.json").write_text(json.dumps({"format": FORMAT, "args": options}))
+    args = parse("--args", "args.json")
+    assert (args.lora_path, args.seed, args.lora_alpha) == ("mine.safetensors", 3, flow_grpo.Args().lora_alpha)
+
+
 def test_a_value_that_the_option_does_not_take_is_named_below_its_file(here, capfd):
     (here / "mine.yaml").write_text("num_steps: 3.5")
     with pytest.raises(SystemExit):
