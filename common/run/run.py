@@ -389,9 +389,16 @@ class Run:
 
         The best score stays unknown where another run wrote the checkpoint, where evaluations are scored otherwise, or
         where best_adapter/ is of a later step.
+
+        Raises:
+            RunError: the checkpoint is not there any more.
         """
         assert self.checkpoint
-        state = load_checkpoint(self.checkpoint)
+        try:
+            state = load_checkpoint(self.checkpoint)
+        except ValueError as error:  # it was checked before the model loaded
+            gone = "a run that trains on has removed it, or it was damaged, since this start began: start again"
+            raise RunError(truncate(f"--resume {self.args.resume}: {error}: {gone}")) from error
         if "shards" in state:
             is_file = Path(str(self.args.resume)).suffix == ".pt"
             shards = optional_part("weights.shards", "--lora_rank 0")

@@ -509,6 +509,17 @@ def test_a_best_adapter_that_a_later_step_wrote_is_chosen_again(tmp_path, one_ra
         again.log({"a": 1})
 
 
+def test_a_checkpoint_that_is_removed_while_the_model_loads_is_named(tmp_path, one_rank):
+    """By the run that is evaluated, which trains on and keeps two."""
+    run = new_run(tmp_path / "run", script=__file__)
+    save_checkpoint(run.folder, 1, NOTHING_YET | {"step": 1, "best": 0.5, "args": run.config}, 3)
+    (checkpoint,) = saved_checkpoints(run.folder)
+    other = new_run(tmp_path / "other", resume=str(run.folder), script=__file__, checkpoint=checkpoint)
+    checkpoint.unlink()
+    with pytest.raises(RunError, match=f"^--resume {run.folder}: .*{checkpoint.name}"):
+        other.load_checkpoint()
+
+
 @pytest.mark.parametrize("save_rollouts", [0, 2])
 def test_a_step_that_is_repeated_keeps_the_rollouts_of_this_start_alone(tmp_path, one_rank, save_rollouts):
     """Step 2 was logged, and its rollout written, after the last checkpoint."""
