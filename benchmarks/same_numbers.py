@@ -82,7 +82,7 @@ OWN = {  # options of a script alone, or without one of these
     "contrib/ram": ROLLOUT,
     "contrib/sft": "--num_records 4 --micro_batch_size 2 --caption_dropout 0.5",  # and records
     "contrib/tdm_r1": "--num_prompts 2 --group_size 4 --micro_batch_size 4 --fake_updates 2 --surrogate_updates 2",
-    "contrib/tempflow_grpo": f"{ROLLOUT} {WINDOW} --kl_coef 0.04 --branches_per_seed 2",
+    "contrib/tempflow_grpo": f"{ROLLOUT} {WINDOW} --sde_window_size 1 --kl_coef 0.04 --branches_per_seed 2",
     "contrib/v_grpo": f"{ROLLOUT} --old_kl_coef 0.1 --pairs_per_prompt 2",
 }
 SHORT = {"resumed": (1, ""), "short-2ranks": (2, ""), "full-2ranks": (2, " --lora_rank 0")}  # ranks, options

@@ -104,9 +104,9 @@ class Args(RatioArgs):  # which has the shared options (common/options.py); pars
     noise_level: PositiveFloat = 0.7
     """scale of the noise that SDE steps inject (Flow-GRPO: 0.7); at most 1 for cps and cps_gauss"""
     sde_window_size: NonNegativeInt = 1
-    """consecutive sampling steps that are SDE steps and trained; 0: all but the last, whatever the range"""
+    """must be 1: the branching step is the only SDE step, and the only trained one"""
     sde_window_range: tuple[int, int] = (0, 2)
-    """the window is drawn, once per rollout, within sampling steps lo to hi - 1, counted from 0; hi is
+    """the branching step is drawn, once per rollout, of sampling steps lo to hi - 1, counted from 0; hi is
     at most num_inference_steps - 1"""
     branches_per_seed: PositiveInt = 4
     """images of a prompt that start from one noise and part at the branching step; divides group_size (UniRL: 6)"""
@@ -155,8 +155,9 @@ def check(args: Args) -> Args:
     micro_batch_size = fit_micro_batch(
         num_images, args.updates_per_rollout, args.micro_batch_size, ranks_per_image=args.ranks_per_image
     )
-    if args.sde_window_size:
-        check_window(args.sde_window_range, args.sde_window_size, args.num_inference_steps)
+    if args.sde_window_size != 1:  # with more, a seed's images part again and again: no step earns their rewards alone
+        raise ValueError(f"--sde_window_size {args.sde_window_size}: must be 1, the one step at which images branch")
+    check_window(args.sde_window_range, args.sde_window_size, args.num_inference_steps)
     if args.group_size % args.branches_per_seed:
         raise ValueError(f"--branches_per_seed {args.branches_per_seed}: must divide --group_size {args.group_size}")
     if args.advantage_group == "seed" and args.branches_per_seed == 1:

@@ -57,6 +57,10 @@ case ${SETTINGS_OF:-$script} in
             --micro_batch_size 4
         )
         ;;
+    contrib/tempflow_grpo.py)
+        # Ours: Flow-GRPO's settings, and one branching step, anywhere but at the last sampling step.
+        SETTINGS_OF=flow_grpo.py exec bash "$0" "$script" --sde_window_size 1 --sde_window_range 0 5 "${@:2}"
+        ;;
     *)
         parent=$(sed -n '/^Parent: /{s/^Parent: \([^ @]*\).*/\1/p;q;}' "${SETTINGS_OF:-$script}" 2> /dev/null)
         if [ "$parent" ]; then # a fork has the settings of its parent

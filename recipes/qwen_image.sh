@@ -66,6 +66,10 @@ case ${SETTINGS_OF:-$script} in
             --num_prompts 24 --group_size 16 --updates_per_rollout 2
         )
         ;;
+    contrib/tempflow_grpo.py)
+        # Ours: Flow-GRPO's settings, and one branching step, within Flow-GRPO's range.
+        SETTINGS_OF=flow_grpo.py exec bash "$0" "$script" --sde_window_size 1 "${@:2}"
+        ;;
     *)
         parent=$(sed -n '/^Parent: /{s/^Parent: \([^ @]*\).*/\1/p;q;}' "${SETTINGS_OF:-$script}" 2> /dev/null)
         if [ "$parent" ]; then # a fork has the settings of its parent

@@ -68,6 +68,10 @@ case ${SETTINGS_OF:-$script} in
             --num_prompts 48 --group_size 24 --updates_per_rollout 2
         )
         ;;
+    contrib/tempflow_grpo.py)
+        # Ours: Flow-GRPO's settings, and one branching step, anywhere but at the last sampling step.
+        SETTINGS_OF=flow_grpo.py exec bash "$0" "$script" --sde_window_size 1 --sde_window_range 0 9 "${@:2}"
+        ;;
     *)
         parent=$(sed -n '/^Parent: /{s/^Parent: \([^ @]*\).*/\1/p;q;}' "${SETTINGS_OF:-$script}" 2> /dev/null)
         if [ "$parent" ]; then # a fork has the settings of its parent

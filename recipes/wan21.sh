@@ -51,6 +51,10 @@ case ${SETTINGS_OF:-$script} in
             --nft_beta 0.1 --kl_coef 0 --decay_schedule linear_to_0_5 --scale_rewards group --updates_per_rollout 1
         )
         ;;
+    contrib/tempflow_grpo.py)
+        # Ours: Flow-GRPO's settings, and one branching step, anywhere but at the last sampling step.
+        SETTINGS_OF=flow_grpo.py exec bash "$0" "$script" --sde_window_size 1 --sde_window_range 0 19 "${@:2}"
+        ;;
     *)
         parent=$(sed -n '/^Parent: /{s/^Parent: \([^ @]*\).*/\1/p;q;}' "${SETTINGS_OF:-$script}" 2> /dev/null)
         if [ "$parent" ]; then # a fork has the settings of its parent

@@ -246,7 +246,14 @@ DIFFERENT_OPTIONS = {
         "micro_batch_size",
         "learning_rate",
     },
-    "contrib/tempflow_grpo.py": {"sde_window_range", "kl_coef", "num_steps", "updates_per_rollout", "learning_rate"},
+    "contrib/tempflow_grpo.py": {
+        "sde_window_size",
+        "sde_window_range",
+        "kl_coef",
+        "num_steps",
+        "updates_per_rollout",
+        "learning_rate",
+    },
     "contrib/v_grpo.py": {"clip_range", "old_kl_coef", "micro_batch_size", "learning_rate"},
 }
 SCRIPTS = list(PARENTS)
@@ -1067,6 +1074,19 @@ def test_tempflow_refuses_seeds_that_do_not_fit(monkeypatch):
         tempflow_grpo.check(tempflow_grpo.Args(branches_per_seed=3))
     with pytest.raises(ValueError, match="--advantage_group seed: .*--branches_per_seed .* 2, "):
         tempflow_grpo.check(tempflow_grpo.Args(branches_per_seed=1, advantage_group="seed"))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("size", [0, 2])
+def test_tempflow_has_one_branching_step(monkeypatch, size):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    options = {"num_inference_steps": 4, "sde_window_range": (0, 3)}
+    with pytest.raises(ValueError, match=f"^--sde_window_size {size}: .*1.*$"):
+        tempflow_grpo.check(tempflow_grpo.Args(sde_window_size=size, **options))
+    tempflow_grpo.check(tempflow_grpo.Args(sde_window_size=size, eval_only=True, **options))  # which branches nowhere
+    tempflow_grpo.check(tempflow_grpo.Args(**options))
+    with pytest.raises(ValueError, match="--sde_window_range 0 4: "):
+        tempflow_grpo.check(tempflow_grpo.Args(num_inference_steps=4, sde_window_range=(0, 4)))
 
 
 # ---- DRaFT and ReFL --------------------------------------------------------------------------------------------------

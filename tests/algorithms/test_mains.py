@@ -111,7 +111,7 @@ CASES: dict[str, tuple[dict[str, Any], Loop]] = {
         lambda run: by_hand.run_of_tdm_r1(run, **TDM_R1, noise_range=(0.1, 0.9)),
     ),
     "contrib/tempflow_grpo.py": (
-        RATIOS | {"branches_per_seed": 2, "weight_scale": 2.25},
+        RATIOS | {"sde_window_size": 1, "branches_per_seed": 2, "weight_scale": 2.25},
         lambda run: ratios(run, by_hand.tempflow_loss, **PARTED),
     ),
 }
@@ -127,13 +127,16 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 def hand_options(script: str, **changes: Any) -> Options:
-    """Those of the loop: advantages of Flow-DPPO and RAM are not clamped, and DGPO's groups stay whole on two ranks."""
+    """Those of the loop: advantages of Flow-DPPO and RAM are not clamped, DGPO's groups stay whole on two ranks, and
+    TempFlow-GRPO's images part at one step."""
     if script in ("contrib/flow_dppo.py", "contrib/ram.py"):
         changes["adv_clip_max"] = math.inf
     if script == "contrib/dgpo.py":
         changes["updates_per_rollout"] = 1
     if script == "contrib/dmd2.py":
         changes["num_prompts"] = 8  # an image each
+    if script == "contrib/tempflow_grpo.py":
+        changes["sde_window_size"] = 1
     return Options(**changes)
 
 

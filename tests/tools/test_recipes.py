@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from common.rewards._loading import built_in_rewards
 from common.run.command_line import parse_args
@@ -169,6 +170,58 @@ def test_a_fork_gets_the_settings_of_its_parent(tmp_path: Path, recipe: Path) ->
     command = ["bash", recipe, "folder/mine.py"]
     subprocess.run(command, env=launch | {"LAUNCH": sys.executable}, check=True, cwd=tmp_path)
     assert of["lost.py"].returncode == 2 and of["lost.py"].stderr.endswith("has no settings for lost.py\n")
+
+
+# of contrib/, those that have all options of their parent's settings (docs/models.md), with what they need beside them
+WITH_PARENTS_SETTINGS: dict[str, list[str]] = {
+    "contrib/dance_grpo.py": [],
+    "contrib/flow_dppo.py": [],
+    "contrib/flow_grpo_ahead.py": ["--rollout", "vllm"],
+    "contrib/tempflow_grpo.py": [],
+}
+
+
+def settings_of(recipe: Path, script: str, *words: str) -> dict[str, Any]:
+    """By the script's own parser and check, on eight ranks."""
+    launch = os.environ | {"LAUNCH": "echo"}
+    line = subprocess.check_output(["bash", recipe, script, *words], env=launch, text=True, cwd=ROOT)
+    options = line.split()
+    assert options.pop(0) == script
+    module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+    return vars(module.check(parse_args(module.Args, "", options)))
+
+
+@pytest.mark.parametrize("script", WITH_PARENTS_SETTINGS)
+@pytest.mark.parametrize("recipe", OF_SEVERAL_SCRIPTS, ids=lambda path: path.name)
+def test_a_script_of_contrib_has_the_settings_of_its_parent(recipe: Path, script: str, monkeypatch) -> None:
+    """TempFlow-GRPO's images part at one step, where Flow-GRPO's window may have several. What is added wins."""
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    parent = "grpo_guard.py" if script == "contrib/flow_dppo.py" else "flow_grpo.py"
+    more = WITH_PARENTS_SETTINGS[script]
+    settings, of_parent = settings_of(recipe, script, *more), settings_of(recipe, parent, *more)
+    own = {"contrib/tempflow_grpo.py": {"sde_window_size", "sde_window_range"}, "contrib/dance_grpo.py": {"sde_type"}}
+    shared = settings.keys() & of_parent.keys() - {"name"} - own.get(script, set())
+    assert {option: settings[option] for option in shared} == {option: of_parent[option] for option in shared}
+    assert settings_of(recipe, script, *more, "--sde_window_range", "1", "3")["sde_window_range"] == (1, 3)
+
+
+@pytest.mark.parametrize("recipe", OF_SEVERAL_SCRIPTS, ids=lambda path: path.name)
+def test_tempflow_branches_where_flow_grpo_is_noisy(recipe: Path, monkeypatch, tmp_path: Path) -> None:
+    """At one step within the window's range; anywhere but at the last step, where Flow-GRPO trains all but the last."""
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    script = "contrib/tempflow_grpo.py"
+    settings, of_parent = settings_of(recipe, script), settings_of(recipe, "flow_grpo.py")
+    assert settings["sde_window_size"] == 1
+    anywhere = (0, of_parent["num_inference_steps"] - 1)
+    assert settings["sde_window_range"] == (of_parent["sde_window_range"] if of_parent["sde_window_size"] else anywhere)
+    fork = tmp_path / "fork.py"
+    fork.write_text(f'"""Mine.\n\nParent: {script}\n"""\n')
+    launch = os.environ | {"LAUNCH": "echo"}
+    lines = [
+        subprocess.check_output(["bash", recipe, name, "--name", "a b"], env=launch, text=True, cwd=ROOT)
+        for name in (script, str(fork))
+    ]
+    assert lines[1] == lines[0].replace(script, str(fork), 1)
 
 
 @pytest.mark.parametrize(
