@@ -112,8 +112,8 @@ class Args(RatioArgs):  # which has the shared options (common/options.py); pars
     dppo_delta: PositiveFloat = 1e-5
     """divergence from the old policy at which a sample that moves further away is dropped (Flow-DPPO's code: 1e-5)"""
     clip_range: PositiveFloat = 5e-4
-    """unit of --rollout_correction's thresholds and, with --old_log_prob rollout, twice the largest mismatch of
-    log-probs; nothing is clipped to it"""
+    """unit of --rollout_correction's thresholds and, with --old_log_prob rollout, twice the largest of the log-ratios
+    at which the update may start; nothing is clipped to it"""
     kl_coef: NonNegativeFloat = 0.0
     """factor of the KL to the reference, the model before training (Flow-GRPO: 0.04 for OCR, 0.01 for PickScore)"""
     kl_type: Literal["code", "paper", "velocity"] = "code"
@@ -464,7 +464,7 @@ def find_old_policy(
     if engine is None:  # other batches round otherwise
         recomputed = recompute_log_probs(args, model, request, trajectories)
         return OldPolicy(recomputed.log_probs, recomputed.prev_sample_means, ones), {}
-    from common.engine import check_mismatch, rollout_weights
+    from common.engine import check_mismatch, log_ratios, rollout_weights
 
     takes_sampled = args.old_log_prob == "rollout"
     if takes_sampled:  # a micro-batch is enough to see whether engine and trainer are one policy
@@ -478,6 +478,12 @@ def find_old_policy(
         recomputed,
         dtype=args.dtype,
         log_ratio_limit=args.clip_range / 2 if takes_sampled else math.inf,
+        log_ratios=log_ratios(  # of the loss, Gaussian with every --sde_type; cps has no 1 / (2 std^2) in its log-probs
+            prev_samples=trajectories.latents[:, [i + 1 for i in request.sde_steps]],
+            means=recomputed.prev_sample_means,
+            engine_means=trajectories.prev_sample_means,
+            stds=trajectories.transition_stds,
+        ),
     )
     if takes_sampled:
         return sampled, metrics

@@ -9,12 +9,13 @@ Both sides use `messages.py`, the format of their calls and answers.
 
 from common.engine.client import VLLMEngine, launch
 from common.engine.environment import check_engine
-from common.engine.mismatch import check_mismatch, rollout_weights
+from common.engine.mismatch import check_mismatch, log_ratios, rollout_weights
 
 __all__ = [
     "VLLMEngine",
     "check_engine",
     "check_mismatch",
     "launch",
+    "log_ratios",
     "rollout_weights",
 ]

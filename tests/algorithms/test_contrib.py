@@ -1,5 +1,6 @@
 """contrib/: each script differs from its parent by its algorithm alone, has its loss by hand, and runs."""
 
+import contextlib
 import importlib
 import json
 import math
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import grpo_guard
 from common.data import PromptSet
+from common.errors import RunError
 from common.files.checkpoints import load_checkpoint, saved_checkpoints
 from common.files.prompts import read_prompts
 from common.rewards._loading import load_rewards
@@ -859,6 +861,25 @@ def test_dppo_does_not_clamp_advantages():
     scores = torch.zeros(32, 1, dtype=torch.float64)
     scores[0] = 1
     assert flow_dppo.combine_advantages(args, scores, math.inf).max() > 5.5
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("error", "is_held"), [(2e-5, False), (9e-5, True)])  # relative, of the engine's velocity
+@pytest.mark.parametrize("sde_type", ["cps", "cps_gauss"])
+def test_dppo_holds_the_engine_by_its_own_ratio(monkeypatch, sde_type, error, is_held):
+    """cps and cps_gauss take the same steps. Their log-probs differ by 2 std^2, and Flow-DPPO's ratio does not."""
+
+    class Off(Affine):
+        def predict_velocity(self, *of):
+            return (1 + error) * super().predict_velocity(*of)
+
+    monkeypatch.setattr("common.engine.mismatch.gather", lambda rows: rows[None])  # of one rank
+    request = replace(request_of(4, (0,)), sde_type=sde_type, noise_level=0.3)
+    trajectories = flow_dppo.sample_locally(Off(), request.select(torch.arange(6)))
+    args = flow_dppo.Args(old_log_prob="rollout", micro_batch_size=6, clip_range=1e-4)
+    outcome = pytest.raises(RunError, match="log-ratio .*--clip_range") if is_held else contextlib.nullcontext()
+    with outcome:
+        flow_dppo.find_old_policy(args, Affine(), object(), request, trajectories)
 
 
 # ---- a request and models without a network --------------------------------------------------------------------------

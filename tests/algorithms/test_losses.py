@@ -431,5 +431,13 @@ def test_an_engine_is_held_to_half_the_clip_where_the_ratio_starts_from_its_log_
         noise = noise / sampled.transition_stds[:, :, None, None, None]
         expected = (noise * (recomputed.prev_sample_means - sampled.prev_sample_means)).flatten(2).mean(2)
         torch.testing.assert_close(options["log_ratios"], expected, rtol=1e-4, atol=1e-9)
+    elif script is flow_dppo:  # of its Gaussian steps
+        stds = sampled.transition_stds[:, :, None, None, None].double()
+        of_trainer, of_engine = (
+            torch.distributions.Normal(policy.prev_sample_means.double(), stds).log_prob(sampled.latents[:, [2, 4]])
+            for policy in (recomputed, sampled)
+        )
+        expected = (of_trainer - of_engine).flatten(2).mean(2)
+        torch.testing.assert_close(options["log_ratios"], expected, rtol=1e-4, atol=1e-9)
     else:  # check_mismatch's own, of Gaussian log-probs
         assert "log_ratios" not in options
