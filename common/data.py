@@ -291,10 +291,12 @@ def fit_micro_batch(
     options: str = "--num_prompts x --group_size",
     *,
     ranks_per_image: int = 1,
+    together: int = 1,
 ) -> int:
     """The micro-batch size, lowered to a rank's share of a mini-batch if that is smaller. 0 stays 0.
 
-    ranks_per_image: the option; so many ranks share a mini-batch's share.
+    ranks_per_image: the option; so many ranks share a mini-batch's share. together: so many images, a group's, must
+    stand in one mini-batch on one rank.
 
     Raises:
         ValueError: `count` images (or pairs), made by `options`, do not divide into mini-batches, ranks, micro-batches.
@@ -304,6 +306,12 @@ def fit_micro_batch(
     if count % (num_mini_batches * world_size):
         raise ValueError(f"{options} = {count} cannot be cut into {num_mini_batches} mini-batches x {ranks}")
     per_rank = count // (num_mini_batches * world_size)
+    if per_rank % together:
+        raise ValueError(
+            f"{options} = {count}: a rank's share of a mini-batch, {per_rank}, cuts a group of {together} images. "
+            f"--num_prompts must be a multiple of {num_mini_batches * world_size} "
+            f"(--updates_per_rollout {num_mini_batches}, {ranks})"
+        )
     micro_batch_size = min(micro_batch_size, per_rank)
     if micro_batch_size and per_rank % micro_batch_size:
         raise ValueError(

@@ -134,8 +134,8 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
     epochs_per_rollout: PositiveInt = 1
     """how often each of those mini-batches is trained on, an optimizer step each time"""
     micro_batch_size: NonNegativeInt = 64
-    """images per pass on a rank, and by default per local sampling batch; lowered to a rank's share of a mini-batch,
-    which it must divide; 0: what fits a GPU"""
+    """images per pass on a rank, and by default per local sampling batch: a multiple of group_size, so that groups are
+    whole; lowered to a rank's share of a mini-batch, which it must divide"""
     learning_rate: NonNegativeFloat = 1e-3
     """learning rate of AdamW (Flow-GRPO: 3e-4)"""
 
@@ -147,7 +147,11 @@ def check(args: Args) -> Args:
         return args
     num_images = args.num_prompts * args.group_size
     micro_batch_size = fit_micro_batch(
-        num_images, args.updates_per_rollout, args.micro_batch_size, ranks_per_image=args.ranks_per_image
+        num_images,
+        args.updates_per_rollout,
+        args.micro_batch_size,
+        ranks_per_image=args.ranks_per_image,
+        together=args.group_size,
     )
     if micro_batch_size % args.group_size or not micro_batch_size:
         told = f"a rank's passes have {micro_batch_size} images, and must hold whole groups of {args.group_size}"

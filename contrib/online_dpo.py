@@ -112,8 +112,8 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
     epochs_per_rollout: PositiveInt = 1
     """how often each of those mini-batches is trained on, an optimizer step each time"""
     micro_batch_size: NonNegativeInt = 64
-    """images per pass on a rank, and by default per local sampling batch; lowered to a rank's share of a mini-batch,
-    which it must divide; 0: what fits a GPU"""
+    """images per pass on a rank, and by default per local sampling batch: an even number, so that pairs are whole;
+    lowered to a rank's share of a mini-batch, which it must divide"""
     learning_rate: NonNegativeFloat = 1e-3
     """learning rate of AdamW (Flow-GRPO: 3e-4)"""
 
@@ -130,6 +130,7 @@ def check(args: Args) -> Args:
         args.micro_batch_size,
         "--num_prompts x 2",
         ranks_per_image=args.ranks_per_image,
+        together=2,
     )
     if micro_batch_size % 2 or not micro_batch_size:
         told = f"a rank's passes have {micro_batch_size} images, and must hold whole pairs"

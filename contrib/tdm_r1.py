@@ -166,8 +166,8 @@ class Args(SharedArgs):  # and the shared options, in common/options.py; parse_a
     num_steps: NonNegativeInt = 50
     """training steps of the run, each of them one update of the student"""
     micro_batch_size: NonNegativeInt = 64
-    """images per pass on a rank, and per sampling batch; at most what a rank has, and whole groups; 0: what fits on a
-    GPU"""
+    """images per pass on a rank, and per sampling batch: a multiple of group_size, so that groups are whole; lowered to
+    what a rank has"""
     learning_rate: NonNegativeFloat = 5e-4
     """learning rate of the student's AdamW (TDM-R1: 7.5e-5)"""
 

@@ -204,9 +204,9 @@ DIFFERENT = {
 # Options of another default, bound or meaning; `name` differs in all.
 DIFFERENT_OPTIONS = {
     "contrib/awm.py": {"kl_coef"},
-    "contrib/crd.py": {"kl_coef", "decay_schedule", "update_interval"},
+    "contrib/crd.py": {"kl_coef", "decay_schedule", "update_interval", "micro_batch_size"},
     "contrib/dance_grpo.py": {"sde_type", "kl_coef", "num_steps", "updates_per_rollout", "learning_rate"},
-    "contrib/dgpo.py": {"kl_coef"},
+    "contrib/dgpo.py": {"kl_coef", "micro_batch_size"},
     "contrib/diffusion_opd.py": {
         "group_size",
         "clip_range",
@@ -234,7 +234,7 @@ DIFFERENT_OPTIONS = {
     },
     "contrib/flow_dppo.py": {"clip_range", "kl_coef", "num_steps"},
     "contrib/flow_grpo_ahead.py": set(),
-    "contrib/online_dpo.py": {"group_size"},
+    "contrib/online_dpo.py": {"group_size", "micro_batch_size"},
     "contrib/ram.py": {"decay_schedule", "old_decay", "adv_clip_max"},
     "contrib/sft.py": {"cache", "guidance_scale", "num_steps", "micro_batch_size"},
     "contrib/tdm_r1.py": {
@@ -764,9 +764,13 @@ def test_groups_that_are_cut_are_refused(monkeypatch):
             with pytest.raises(ValueError, match=told):
                 script.check(script.Args(micro_batch_size=given))
         script.check(script.Args(micro_batch_size=8))
-    # a multiple of 8, lowered to a rank's share
-    with pytest.raises(ValueError, match="--micro_batch_size 64: .* 4 "):
-        dgpo.check(dgpo.Args(num_prompts=2, updates_per_rollout=4))
+    # no micro-batch would do where a rank's share of a mini-batch cuts a group: 12 images of groups of 8, or 4, or 3
+    shares = ((dgpo, 6, 4, 12), (crd, 6, 4, 12), (dgpo, 2, 4, 4), (online_dpo, 6, 4, 3))
+    for script, num_prompts, updates, share in shares:
+        fault = f"^--num_prompts .* {share}, .*--updates_per_rollout {updates}"
+        for given in (8, 64):
+            with pytest.raises(ValueError, match=fault):
+                script.check(script.Args(num_prompts=num_prompts, updates_per_rollout=updates, micro_batch_size=given))
     for size in (0, 2):
         with pytest.raises(ValueError, match=f"--micro_batch_size {size}: .*--pairs_per_prompt 4"):
             v_grpo.check(v_grpo.Args(micro_batch_size=size))
