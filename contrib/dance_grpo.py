@@ -13,6 +13,8 @@ Everything that is not named here is as in flow_grpo.py, whose header has the eq
 
 Where it departs from the paper: the noise level and the window have flow_grpo.py's defaults, and the deviation in the
 advantages is the rollout's (--scale_rewards group: the prompt's group, as in the paper).
+Other defaults than flow_grpo.py's: kl_coef 0 (there 0.06), 30 training steps (40) of four updates (two), and a constant
+rate of 1e-3 (a cosine from 1.5e-3).
 
 Parent: flow_grpo.py
 """

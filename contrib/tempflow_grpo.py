@@ -19,6 +19,8 @@ the paper we read the abstract alone. Where it departs from UniRL:
     every prompt at every step in one rollout, which costs as many more images. There the weight ranks a batch's steps.
     Here a rollout has one weight, which Adam and --max_grad_norm mostly divide out again.
   - The KL to the reference is allowed, and is not weighted; UniRL refuses it.
+Other defaults than flow_grpo.py's: kl_coef 0 (there 0.06), 30 training steps (40) of four updates (two), a constant
+rate of 1e-3 (a cosine from 1.5e-3), and a branching step that is the first or the second (the first).
 
 Parent: flow_grpo.py
 """
