@@ -150,7 +150,8 @@ def check(args: Args) -> Args:
 def workload(args: Args) -> Workload:
     """What a training step samples, trains and keeps: for the plan, the sizes that fit, and perf/mfu."""
     trained_steps = 1 + args.fake_updates
-    acting_passes = 1 + (2 if args.teacher_guidance > 1 else 1)  # by the fake score, and by the teacher
+    branches = 2 if args.guidance_scale > 1 else 1  # of a pass by the student or the fake score
+    acting_passes = 1 + (2 if args.teacher_guidance > 1 else 1) / branches  # by the fake score, and by the teacher
     return Workload(
         num_images=args.num_prompts,
         num_prompts=args.num_prompts,

@@ -200,7 +200,8 @@ def workload(args: Args) -> Workload:
     """What a training step samples, trains and keeps: for the plan, the sizes that fit, and perf/mfu."""
     trained_steps = 1 + args.fake_updates + args.surrogate_updates
     guided = sum(2 if scale > 1 else 1 for scale in (args.teacher_guidance, args.surrogate_guidance))
-    acting_passes = guided + 3 + args.surrogate_updates  # by the fake score once, and else by the teacher
+    branches = 2 if args.guidance_scale > 1 else 1  # of a pass with the student's guidance
+    acting_passes = guided / branches + 3 + args.surrogate_updates  # by the fake score once, else by the teacher
     return Workload(
         num_images=args.num_prompts * args.group_size,
         num_prompts=args.num_prompts,

@@ -7,7 +7,7 @@ image there is `ocr_scene`.
 """
 
 import functools
-import importlib
+import importlib.util
 import logging
 import unicodedata
 from typing import Any, Final
@@ -49,14 +49,17 @@ def quoted_text(prompt: str) -> str:
 
 
 def load() -> None:
-    """Import OpenCV, on which RapidOCR stands and which is not there without some libraries of the system.
+    """Look for RapidOCR and onnxruntime, and import OpenCV below them, which some systems lack libraries for.
 
     The networks, whose import is slow, load with the first image: a wrong option is refused before.
 
     Raises:
-        ValueError: OpenCV does not load.
+        ValueError: one of them is not installed, or OpenCV does not load.
     """
     with error_prefix("cannot load RapidOCR", Exception):
+        for package in ("rapidocr", "onnxruntime"):
+            if importlib.util.find_spec(package) is None:
+                raise ValueError(f"{package} is not installed")
         importlib.import_module("cv2")
 
 

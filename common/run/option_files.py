@@ -78,7 +78,8 @@ def words_of_file(path: str, args_class: type[SharedArgs], argv: Sequence[str], 
         is_record = isinstance(given.get("args"), dict)
         if is_record:
             check_format(given, "the file")
-            left_out = (*OF_ONE_START, *(OF_THE_LORA if given["args"].get("lora_path") else ()))
+            has_lora = given["args"].get("lora_path") and "lora_path" not in given_options(argv)
+            left_out = (*OF_ONE_START, *(OF_THE_LORA if has_lora else ()))
             given = {name: value for name, value in given["args"].items() if name not in left_out}
         unknown = [str(name) for name in given if name not in hints or name == "args"]
         if unknown:
@@ -166,7 +167,8 @@ def _options_of_checkpoint(args: SharedArgs, state: dict[str, Any], argv: Sequen
     elif before != now:
         left_out += OF_ITS_RANKS
         saved["micro_batch_size"] = fit_to_ranks(state["args"]["micro_batch_size"], before, now)
-        if saved["micro_batch_size"] != state["args"]["micro_batch_size"]:
+        is_other = saved["micro_batch_size"] != state["args"]["micro_batch_size"]
+        if is_other and "micro_batch_size" not in given_options(argv):
             told = "a size that divides in any case: pass another that does"
             print_message(f"{now} ranks in place of {before}: --micro_batch_size {saved['micro_batch_size']}, {told}")
     left_out += tuple(given_options(argv))

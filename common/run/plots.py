@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -184,9 +185,10 @@ def save_samples(
     if not on_rank_0():
         return None
     by_place = {place: sample for part in parts for place, sample in part.items()}
-    for earlier in folder.glob("[0-9]*.png"):  # of a start that made more images, before a kill
-        if earlier.stem.isdecimal() and int(earlier.stem) not in by_place:
-            earlier.unlink()
+    with writing(folder):
+        for earlier in folder.glob("[0-9]*.png"):  # of a start that made more images, before a kill
+            if re.fullmatch("[0-9]{5}", earlier.stem) and int(earlier.stem) not in by_place:
+                earlier.unlink(missing_ok=True)
     lines = []  # of samples.jsonl
     grid = []
     for place, (record, picture) in sorted(by_place.items()):

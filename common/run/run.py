@@ -328,7 +328,9 @@ class Run:
         if not self._has_written and self._owns_folder and (path.exists() or saved_checkpoints(self.folder)):
             resuming = optional_part("run.resuming", "--resume")
             saves_rollouts = self.config.get("save_rollouts")  # not every script has the option
-            written = [f"rollouts/{step:04d}"] if saves_rollouts and step % saves_rollouts == 0 else []
+            # a step of the checkpoint, of which an evaluation alone is repeated, keeps what an earlier start wrote
+            keeps_rollout = step <= self._resumed_from or (saves_rollouts and step % saves_rollouts == 0)
+            written = [f"rollouts/{step:04d}"] if keeps_rollout else []
             written += [f"samples/{step:04d}"] if has_samples else []
             resuming.rewind(self.folder, self._resumed_from, self._logged_to, written)
         if not self._has_written:

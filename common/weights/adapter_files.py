@@ -9,7 +9,7 @@ text encoders, and those of a base whose weights PiSSA or another initialisation
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -298,7 +298,7 @@ def by_diffusers(tensors: Mapping[str, torch.Tensor], model: str) -> tuple[dict[
     after, and the names are converted once more with a number of its own in each tensor, to see which are left.
 
     Raises:
-        ValueError: names a tensor that the converter leaves out.
+        ValueError: names a tensor that the converter leaves out, or an alpha that is no number above 0.
     """
     import diffusers  # slow
 
@@ -313,7 +313,7 @@ def by_diffusers(tensors: Mapping[str, torch.Tensor], model: str) -> tuple[dict[
     except Exception as error:  # whatever a converter raises over names that it does not know
         return {}, truncate(f"{pipeline_class.__name__}: {reason(error)}")
     found = {number for trace in traces for edge in edges(trace) for number in edge.unique().tolist()}
-    lost = [key for key, number in numbers.items() if number not in found]
+    lost = [key for key, number in numbers.items() if number not in found and not is_copy(key, numbers)]
     if lost:
         told = f"{pipeline_class.__name__}'s converter leaves it out"
         raise ValueError(f"{lost[0]}: {told}: pass a LoRA with diffusers' names, or without it")
@@ -325,12 +325,18 @@ def by_diffusers(tensors: Mapping[str, torch.Tensor], model: str) -> tuple[dict[
 
 
 def with_alpha_in_b(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a LoRA that acts as before, with the rank as the alpha of each module that has one."""
+    """The tensors of a LoRA that acts as before, with the rank as the alpha of each module that has one.
+
+    Raises:
+        ValueError: names an alpha that is no number above 0.
+    """
     changed = dict(tensors)
     parts: dict[str, dict[str, str]] = {}  # {module as the file names it: {lora_A, lora_B or alpha: key}}
     for key, tensor in tensors.items():
         match = KEY.fullmatch(key)
-        if match and (match[2] != "alpha" or (tensor.numel() == 1 and is_alpha(tensor.item()))):
+        if match and match[2] == "alpha" and not (tensor.numel() == 1 and is_alpha(tensor.item())):
+            raise ValueError(f"{key} is not one number above 0")
+        if match:
             parts.setdefault(match[1], {})[PARTS.get(match[2], match[2])] = key
     for keys in parts.values():
         if keys.keys() == {"lora_A", "lora_B", "alpha"}:
@@ -338,6 +344,13 @@ def with_alpha_in_b(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tens
             changed[keys["lora_B"]] = tensors[keys["lora_B"]].float() * (tensors[keys["alpha"]].item() / rank)
             changed[keys["alpha"]] = torch.tensor(float(rank))
     return changed
+
+
+def is_copy(key: str, keys: Collection[str]) -> bool:
+    """Whether a tensor is of q, k and v in one matrix, or of the layer behind them, that the file has singly as well:
+    a trainer of Z-Image writes both, and the converter takes the single ones."""
+    single = {".qkv.": (".to_q.", ".to.q."), ".out.": (".to_out.0.",)}
+    return any(key.replace(fused, name) in keys for fused, names in single.items() if fused in key for name in names)
 
 
 def edges(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -579,6 +579,7 @@ CHANGED = [
         {"trained_steps": 4, "sampled_steps": 2, "policies": ("default", "ema", "fake", "reference")}
         | {"trained_policies": 2, "acting_passes": 0.75},
     ),
+    ("contrib/dmd2.py", {"fake_updates": 3, "guidance_scale": 4.0}, {"acting_passes": 0.5}),  # two branches in each
     (
         "contrib/tdm_r1.py",
         {"fake_updates": 2, "surrogate_updates": 3, "surrogate_guidance": 1.0, "ema_decay": 0.9},

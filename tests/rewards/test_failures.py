@@ -352,10 +352,10 @@ def test_a_reward_that_only_watches_leaves_no_image_out_of_the_others(one_rank):
 def test_a_failure_is_written_as_one(one_rank, tmp_path):
     records = sample_records(PROMPTS, [7, 8, 9], tensor([0.5, 1], [NAN, 2], [0.25, 3]), ["a", "b"])
     assert records[1] == {"prompt": "second", "seed": 8, "a": None, "b": 2.0}
-    for name in ("00003.png", "cover.png"):  # of a start that made more images, and the user's own
+    for name in ("00003.png", "2024.png", "cover.png"):  # of a start that made more images; the user's own
         (tmp_path / name).touch()
     grid = save_samples(tmp_path, [0, 1, 2], IMAGES, records)
-    assert sorted(file.stem for file in tmp_path.glob("*.png")) == ["00000", "00001", "00002", "cover"]
+    assert sorted(file.stem for file in tmp_path.glob("*.png")) == ["00000", "00001", "00002", "2024", "cover"]
     assert [caption for _, caption in grid] == [
         "first\na 0.50  b 1.00",
         "second\na failed  b 2.00",

@@ -104,6 +104,9 @@ def test_a_record_leaves_rank_and_alpha_to_the_file_of_its_lora(here):
     (here / "args.json").write_text(json.dumps({"format": FORMAT, "args": options}))
     args = parse("--args", "args.json")
     assert (args.lora_path, args.seed, args.lora_alpha) == ("mine.safetensors", 3, flow_grpo.Args().lora_alpha)
+    (here / "args.json").write_text(json.dumps({"format": FORMAT, "args": options | {"lora_alpha": 8}}))
+    args = parse("--args", "args.json", "--lora_path", "None")  # a new one of that size
+    assert (args.lora_path, args.lora_rank, args.lora_alpha) == (None, 4, 8)
 
 
 def test_a_value_that_the_option_does_not_take_is_named_below_its_file(here, capfd):

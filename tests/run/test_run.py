@@ -539,6 +539,19 @@ def test_a_step_that_is_repeated_keeps_the_rollouts_of_this_start_alone(tmp_path
     assert (run.folder / "rollouts" / "0002").exists() == (save_rollouts == 2)
 
 
+def test_a_step_whose_evaluation_is_repeated_keeps_its_rollouts(tmp_path, one_rank):
+    """Whether this start saves any: its checkpoint stands, and its metrics were not logged."""
+    run = new_run(tmp_path / "run", script=__file__, num_steps=4)
+    unlogged = NOTHING_YET | {"step": 2, "best": 0.5, "best_step": 0, "args": run.config, "unlogged": {"a": 1.0}}
+    save_checkpoint(run.folder, 2, unlogged, 3)
+    (run.folder / "rollouts" / "0002").mkdir(parents=True)
+    (checkpoint,) = saved_checkpoints(run.folder)
+    again = new_run(run.folder, script=__file__, num_steps=4, resume="latest", checkpoint=checkpoint)
+    again.load_checkpoint()
+    again.log({"a": 1})
+    assert (run.folder / "rollouts" / "0002").exists()
+
+
 @pytest.mark.parametrize("best_by", [None, "val/watched/mean"])
 def test_the_best_adapter_is_that_of_the_highest_total_or_best_by(best_by, tmp_path, monkeypatch, capsys):
     saved = []

@@ -106,6 +106,26 @@ def test_names_of_the_original_code_are_translated_by_diffusers(tmp_path):
         torch.testing.assert_close(found[module], product, rtol=1e-4, atol=1e-4)
 
 
+def test_what_a_file_has_twice_may_be_left_out(tmp_path):
+    """A trainer of Z-Image writes q, k and v singly and in one matrix."""
+    model = str(make_checkpoint("z_image", tmp_path / "z_image"))
+    names = {f"to.{part}": f"layers.0.attention.to_{part}" for part in "qkv"} | {
+        "to_out.0": "layers.0.attention.to_out.0"
+    }
+    pairs = matrices(model, names.values())
+    by_module = {module: f"diffusion_model.layers.0.attention.{name}" for name, module in names.items()}
+    single = named(pairs, by_module.__getitem__, "lora.down", "lora.up")
+    inner = linear_shapes(model)["layers.0.attention.to_q"][0]
+    sizes = {"qkv": 3 * inner, "out": inner}
+    both = {name: (torch.ones(2, inner), torch.ones(size, 2)) for name, size in sizes.items()}
+    twice = named(both, lambda name: f"diffusion_model.layers.0.attention.{name}", "lora.down", "lora.up")
+    save_file(single | twice, tmp_path / "lora.safetensors")
+    assert_same(products(tmp_path / "lora.safetensors", model), pairs)
+    save_file(twice, tmp_path / "lora.safetensors")
+    with pytest.raises(ValueError, match=r"attention\.(qkv|out)\.lora"):
+        read_lora(tmp_path / "lora.safetensors", model)
+
+
 def test_a_lora_is_put_on_its_own_modules_alone(tmp_path):
     """Of FLUX.1 the last layer and a part of each block are called proj_out."""
     model = str(make_checkpoint("flux", tmp_path / "flux"))
