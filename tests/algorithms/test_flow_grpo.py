@@ -1,5 +1,6 @@
 """flow_grpo.py run as users run it, under torchrun, on the embedded model with both engines and one and two ranks."""
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -323,7 +324,8 @@ def test_help_shows_the_first_options_and_help_all_every_option(capsys):
 @pytest.mark.fast
 def test_missing_vllm_says_what_to_install(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "vllm_omni" else find_spec(name))
     with pytest.raises(ValueError, match="pip install -r requirements.txt .*--rollout local"):
         flow_grpo.prepare(flow_grpo.Args())
 
