@@ -304,7 +304,8 @@ def check_lora_modules(lora: LoRA | None, options: Mapping[str, Any]) -> None:
     if options["lora_path"] and options["lora_target_modules"]:
         raise ValueError("--lora_target_modules: the file of --lora_path says which modules it adapts")
     if lora and options["lora_target_modules"]:
-        check_modules(pipeline_without_weights(options["model"]).transformer, lora.config)
+        transformer = pipeline_without_weights(options["model"]).transformer
+        check_modules(transformer, lora.config, options["lora_target_modules"])
 
 
 def check_updates(lr_schedule: str, state: Mapping[str, Any], workload: Workload) -> None:

@@ -113,21 +113,21 @@ def check_policy(checkpoint: Path, lora: LoRA | None) -> None:
         raise ValueError(f"{option}: of rank {rank}, where {checkpoint} has the rank {saved_rank} (0: full weights)")
 
 
-def check_modules(transformer: torch.nn.Module, config: "peft.LoraConfig") -> None:
+def check_modules(transformer: torch.nn.Module, config: "peft.LoraConfig", given: Sequence[str]) -> None:
     """Raises RunError for a target or excluded module that does not exist, and where no module is left.
 
-    A module is named by the end of its name: `to_q` means every to_q.
+    A module is named by the end of its name: `to_q` means every to_q. given: what --lora_target_modules was given.
     """
     targets = sorted(config.target_modules)
     excluded = sorted(config.exclude_modules or ())
     modules = dict(transformer.named_modules())
-    for given, end in [*(("", end) for end in targets), *(("not:", end) for end in excluded)]:
+    for sign, end in [*(("", end) for end in targets), *(("not:", end) for end in excluded)]:
         if not any(_ends_with(name, [end]) for name in modules):
-            raise RunError(f"--lora_target_modules {given}{end}: {type(transformer).__name__} has no such module")
+            raise RunError(f"--lora_target_modules {sign}{end}: {type(transformer).__name__} has no such module")
     chosen = [name for name in modules if _ends_with(name, targets) and not _ends_with(name, excluded)]
     if not chosen:
-        given = truncate(f"not:{' not:'.join(excluded)}")
-        raise RunError(f"--lora_target_modules {given}: no module is left to get a LoRA")
+        left_out = truncate(" ".join(name for name in given if name.startswith("not:")))
+        raise RunError(f"--lora_target_modules {left_out}: no module is left to get a LoRA")
     for name in chosen:
         if not isinstance(modules[name], torch.nn.Linear):
             raise RunError(f"--lora_target_modules: {name} is a {type(modules[name]).__name__}, not a linear layer")
