@@ -106,10 +106,16 @@ def user_code(code: Iterable[str], options: dict[str, Any]) -> dict[str, Path]:
     question, which options name. Names are paths from the checkout's root, otherwise from the working directory."""
     files = {file.resolve() for file in map(code_file, code) if file}
     folders = {file.parent for file in files}
-    for module in list(sys.modules.values()) if folders else []:  # thousands
+    is_beside: dict[str, bool] = {}  # by a module's first name: whether it lies in one of the folders
+    for module in list(sys.modules.values()) if folders else []:  # thousands, of which few are a user's
         names = getattr(module, "__dict__", {})
-        file = Path(names.get("__file__") or "/").resolve()
         parts = str(names.get("__name__")).split(".")
+        if parts[0] not in is_beside:
+            in_folders = [folder / parts[0] for folder in folders]
+            is_beside[parts[0]] = any(path.exists() or path.with_suffix(".py").exists() for path in in_folders)
+        if not is_beside[parts[0]]:
+            continue
+        file = Path(names.get("__file__") or "/").resolve()
         beside = {folder.joinpath(*parts).with_suffix(".py") for folder in folders}
         beside |= {folder.joinpath(*parts, "__init__.py") for folder in folders}
         if file in beside and is_own(file):
