@@ -6,6 +6,7 @@ runs here; the tests of kills, signals and restarts start the real torchrun.
     python tests/warm.py  reads a line of JSON for each run from stdin, and answers with the ranks' exit codes
 """
 
+import gc
 import importlib
 import importlib.util
 import json
@@ -95,6 +96,7 @@ if __name__ == "__main__":
     for name in [name for name in sys.modules if name.partition(".")[0] == "common"]:
         del sys.modules[name]  # a run imports the project itself
     sys.path.pop(0)
+    gc.freeze()  # a rank's collections leave alone what was imported, and copy none of its pages
     serve()
     script = Path(sys.argv[0])
     if script.parent.name == "contrib":  # torchrun -m contrib.NAME, at the root

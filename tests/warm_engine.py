@@ -7,6 +7,7 @@ start them as a user's run does.
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -137,5 +138,7 @@ def serve(path: str) -> None:
 
 if __name__ == "__main__":
     importlib.import_module("common.engine.server")  # and vLLM
+    gc.freeze()  # an engine's collections leave alone what was imported
     serve(sys.argv[1])
     runpy.run_module("common.engine.server", run_name="__main__", alter_sys=True)
+    os._exit(0)  # it has closed itself: Python's exit would take longer than the engine's start

@@ -1,5 +1,6 @@
 """How a script ends: in one line for an error that a user can cause."""
 
+import gc
 import os
 import sys
 import traceback
@@ -39,6 +40,7 @@ def friendly_errors() -> Iterator[None]:
     """
     _current_run.clear()
     repair_torchvision()  # before diffusers is imported
+    gc.freeze()  # what has been imported is never garbage: to look through it takes seconds at the end of a process
     try:
         yield
     except (ValueError, RuntimeError) as error:  # a RunError is a RuntimeError, as what torch raises
