@@ -222,16 +222,16 @@ def test_ranks_with_settings_of_their_own_resume_together_and_count_each_image_o
     assert adapter.read_bytes() == content
 
 
-KILLING = """import os, pathlib, numpy, psutil
+KILLING = """import gc, os, pathlib, signal, numpy
+from common.engine.client import VLLMEngine
 def killing(images, prompts, metadata):
     here = pathlib.Path(__file__).parent
     calls = here / f"calls_{os.environ['RANK']}"
     with open(calls, "a") as file:
         file.write(".")
     if (here / "kill").exists() and calls.name == "calls_1" and len(calls.read_text()) == 19:
-        for process in psutil.Process().children():
-            if os.getsid(process.pid) == process.pid:  # the engine's, in a session of its own
-                process.kill()
+        [engine] = [found for found in gc.get_objects() if isinstance(found, VLLMEngine)]
+        os.kill(engine.process.pid, signal.SIGKILL)
     return [numpy.asarray(image).mean() for image in images]
 """
 
@@ -241,8 +241,8 @@ def test_an_engine_that_dies_while_it_samples_loses_no_step_before(tmp_path):
     first rank, which has sampled its own, save together."""
     skip_without_engine()
     (tmp_path / "killing.py").write_text(KILLING)
-    given = [*SMALL, "--rollout_batch_size", 1, "--num_steps", 3, "--eval_every", 3, "--max_prompts", 2]
-    given += ["--updates_per_rollout", 1, "--micro_batch_size", 8, "--reward", "killing.py:killing"]
+    given = [*SMALL, "--rollout", "vllm", "--rollout_batch_size", 1, "--num_steps", 3, "--eval_every", 3]
+    given += ["--max_prompts", 2, "--updates_per_rollout", 1, "--micro_batch_size", 8, "--reward", "killing.py:killing"]
     given += ["--num_inference_steps", 3, "--eval_num_inference_steps", 3]
     torchrun(tmp_path, "flow_grpo.py", *given, "--name", "whole", nproc=2)
     (tmp_path / "calls_1").unlink()

@@ -829,7 +829,7 @@ def test_equal_adapters_are_equal_bytes_in_every_process(tmp_path):
     """Sets of names are in another order under another hash seed, and a safetensors header is in every file: of its two
     entries either one may come first, by chance."""
     files = set()
-    for seed in ("1", "2", "3"):
+    for seed in ("1", "2"):
         command = [sys.executable, "-c", SAVE, str(tmp_path / seed)]
         subprocess.run(command, check=True, cwd=ROOT, env=os.environ | {"PYTHONHASHSEED": seed})
         files |= {path.read_bytes() for path in (tmp_path / seed).glob("*/pytorch_lora_weights.safetensors")}
