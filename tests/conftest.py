@@ -204,7 +204,7 @@ def warm_engine_process() -> tuple[subprocess.Popen[bytes], Path, dict[str, str]
     command = [sys.executable, "-P", str(ROOT / "tests" / "warm_engine.py"), str(folder / "engines")]
     with open(folder / "log", "wb") as log:
         pipes = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
-        process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
     return process, folder, environment
 
 

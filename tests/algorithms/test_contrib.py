@@ -1245,10 +1245,8 @@ def assert_seed_and_adam(run, num_steps):
     assert adam_options(run, num_steps) == (0.25, (0.5, 0.75), 1e-6)
 
 
-# what a rank needs beyond its own images: whole groups, noise that is a group's, a policy of each rank's own, teachers,
-# a reference in the target. The others take images one by one, as their parents do, which are run on two ranks in
-# test_siblings.py and test_flow_grpo.py
-ON_TWO_RANKS = [f"contrib/{name}.py" for name in ("crd", "dgpo", "diffusion_opd", "online_dpo", "ram", "v_grpo")]
+# those of which test_mains.py has no loop by hand, which it compares with two ranks
+ON_TWO_RANKS = [f"contrib/{name}.py" for name in ("crd", "diffusion_opd", "online_dpo", "v_grpo")]
 
 
 # whose own tests run them

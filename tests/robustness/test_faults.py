@@ -27,6 +27,7 @@ from tests.conftest import (
     one_rank_environment,
     read_metrics,
     run_here,
+    torchrun,
 )
 
 import psutil
@@ -148,12 +149,11 @@ def test_an_engine_killed_in_a_rollout_ends_the_process_in_one_line_on_the_scree
 def test_an_engine_killed_in_a_push_of_full_weights_ends_both_ranks(tmp_path):
     """The second rank's, in step 2. The first rank, whose own engine lives, does not wait for it, and no engine stays.
     A line says which engine died in what, and from where to resume: from step 1."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2]
-    command += [ROOT / "tests" / "broken_engine.py", "killed_in_push", *TINY, "--lora_rank", 0]
-    command += ["--learning_rate", 1e-4, "--num_steps", 3, "--eval_every", 1, *few_eval_prompts(tmp_path, 2)]
-    done = subprocess.run([*map(str, command)], cwd=tmp_path, capture_output=True, text=True, timeout=400)
+    options = [*TINY, "--rollout", "vllm", "--lora_rank", 0, "--learning_rate", 1e-4, "--num_steps", 3]
+    options += ["--eval_every", 1, *few_eval_prompts(tmp_path, 2)]
+    done = torchrun(tmp_path, "tests/broken_engine.py", "killed_in_push", *options, nproc=2, check=False)
     assert done.returncode == 1
-    (line,) = re.findall(r"broken_engine\.py: error: .* push_weights .*", done.stderr)
+    (line,) = re.findall(r"broken_engine\.py: error: .* push_weights .*", done.stdout)
     for part in (
         r" -9, SIGKILL\)",
         r"engine_rank1\.log",

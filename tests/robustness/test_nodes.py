@@ -311,7 +311,6 @@ def doomed(function, moment):
         return function(*args, **kwargs)
     return call
 
-torch.optim.AdamW.step = doomed(torch.optim.AdamW.step, "update")
 torch.save = doomed(torch.save, "save")
 
 def brightness(images, prompts, metadata):
@@ -320,12 +319,12 @@ def brightness(images, prompts, metadata):
 """
 
 
-@pytest.mark.parametrize(("moment", "victim"), [("rollout", 1), ("update", 1), ("save", 0)])
+@pytest.mark.parametrize(("moment", "victim"), [("rollout", 1), ("save", 0)])
 def test_two_agents_restart_a_lost_rank(moment, victim, one_node, tmp_path):
     """--max_restarts with --resume latest: a rank is killed after step 2, both come back, and nothing differs.
 
-    In a rollout or an update the other rank is busy when that happens: its agent restarts it because the first one
-    waits, and does not count. The agents' restart counts then differ.
+    In a rollout the other rank is busy when that happens: its agent restarts it because the first one waits, and does
+    not count. The agents' restart counts then differ.
     """
     folder, options, expected = one_node
     (tmp_path / "brightness.py").write_text(FATAL.replace("MOMENT", moment).replace("VICTIM", str(victim)))

@@ -77,9 +77,10 @@ def options(tmp_path_factory):
     }
 
 
-def launch(folder, script, *args):
-    """Start a script under torchrun; its output goes to folder/output.txt."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", str(ROOT / script)]
+def launch(folder, script, *args, with_torchrun=True):
+    """Start a script, under torchrun or by `python` alone; its output goes to folder/output.txt."""
+    command = [sys.executable, *(("-m", "torch.distributed.run", "--standalone") if with_torchrun else ())]
+    command.append(str(ROOT / script))
     with open(folder / "output.txt", "wb") as output:
         return subprocess.Popen([*command, *map(str, args)], cwd=folder, stdout=output, stderr=output)
 
@@ -323,14 +324,11 @@ def stop_by(number, whom, folder, script, options):
 
 
 def interrupt(script, folder, options, whole):
-    """Run `script` in `folder` under the name NAME to a stop in step 2 or 3, in one of five ways; `whole` is the
+    """Run `script` in `folder` under the name NAME to a stop in step 2 or 3, in one of four ways; `whole` is the
     uninterrupted run. Returns the first step of its metrics."""
     if script == "flow_grpo.py":
         code, output = stop_by(signal.SIGTERM, "worker", folder, script, options)
         assert code == 0 and output.count("SIGTERM: finishing this step, then saving\n") == 1
-    elif script == "grpo_guard.py":
-        code, output = stop_by(signal.SIGINT, "worker", folder, script, options)
-        assert code == 0 and output.count("SIGINT: finishing this step, then saving\n") == 1
     elif script == "diffusion_nft.py":  # torchrun passes it on and calls that a failure; the worker ends well
         code, output = stop_by(signal.SIGTERM, "torchrun", folder, script, options)
         assert code == 1 and output.count("SIGTERM: finishing this step, then saving\n") == 1
@@ -357,7 +355,7 @@ def metrics_up_to(run, step):
     return b"".join(line for line in whole if json.loads(line)["training/global_step"] <= step)
 
 
-def kill_in_a_write(script, folder, options):
+def kill_in_a_write(script, folder, options, with_torchrun=True):
     """Resume a run, and kill all its processes in the write of a checkpoint after the first one of this start.
 
     It must have continued from the newest whole checkpoint, and left no process. Returns the step of the newest now.
@@ -365,7 +363,8 @@ def kill_in_a_write(script, folder, options):
     run = folder / "runs" / NAME
     found = newest_step(run)
     before = metrics_up_to(run, found)
-    root = launch(folder, script, *options, "--name", NAME, "--resume", "latest", "--num_steps", 1000)
+    more = ["--name", NAME, "--resume", "latest", "--num_steps", 1000]
+    root = launch(folder, script, *options, *more, with_torchrun=with_torchrun)
 
     def is_writing():
         saved = checkpoint_step(saved_checkpoints(run)[-1]) if saved_checkpoints(run) else -1
@@ -398,7 +397,6 @@ def kill_in_a_write(script, folder, options):
         ("closing", "nohup {}", "vllm"),  # whose SIGHUP torchrun handles again
         ("Ctrl-C", "{} 2>&1 | tee output.txt", "local"),  # ends tee as well
         ("SIGUSR1", "{}", "local"),
-        ("SIGUSR2", "{}", "vllm"),
     ],
 )
 def test_a_run_in_a_terminal_saves(tmp_path, by, command, rollout):
@@ -449,10 +447,11 @@ def test_a_run_in_a_terminal_saves(tmp_path, by, command, rollout):
     assert (run / "adapter").is_dir()
 
 
-@pytest.mark.parametrize("script", SIBLINGS)
+@pytest.mark.parametrize("script", [script for script in SIBLINGS if script != "grpo_guard.py"])
 def test_stopped_then_resumed_equals_uninterrupted(options, uninterrupted, tmp_path, script):
     """Invariant 17. The second start continues to step 4. That of diffusion_nft.py, whose state has a third policy, is
     killed once it has saved a step, and a third one continues. test_kills_from_the_first_start_on kills flow_grpo.py.
+    grpo_guard.py saves and loads by that one's functions, to the byte.
     """
     whole, run = uninterrupted(script), tmp_path / "runs" / NAME
     first = interrupt(script, tmp_path, options[script], whole)
@@ -489,8 +488,9 @@ def test_stopped_then_resumed_to_the_end_equals_uninterrupted(options, uninterru
 
 
 def test_kills_from_the_first_start_on(options, uninterrupted, tmp_path):
-    """From nothing, with --resume latest from the first start on: what the kills leave is what none would have."""
-    while kill_in_a_write("flow_grpo.py", tmp_path, options["flow_grpo.py"]) < 4:
+    """From nothing, with --resume latest from the first start on: what the kills leave is what none would have. Without
+    torchrun, which starts in a third of the time of a rank."""
+    while kill_in_a_write("flow_grpo.py", tmp_path, options["flow_grpo.py"], with_torchrun=False) < 4:
         pass
     run, whole = tmp_path / "runs" / NAME, uninterrupted("flow_grpo.py")
     assert_equal_runs(run, whole)
