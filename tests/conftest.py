@@ -13,7 +13,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import gc
 import importlib
 import importlib.util
 import io
@@ -137,13 +136,6 @@ def skip_without_engine() -> None:
 
 
 # ---- the working directory -------------------------------------------------------------------------------------------
-@pytest.fixture(scope="module", autouse=True)
-def without_garbage() -> None:
-    """Each run in this process collects garbage at its end: what a module's tests import is left out of that."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(scope="session", autouse=True)
 def away_from_the_checkout(tmp_path_factory: pytest.TempPathFactory) -> None:
     """For fixtures of a module, which are made before a test's own folder."""

@@ -101,7 +101,8 @@ def test_no_option_is_unread_or_declared_again_except_the_name_and_sizes(script)
 
 
 # ---- as users run them -----------------------------------------------------------------------------------------------
-WITH_ENGINES = ["mix_grpo.py", "diffusion_nft.py"]  # grpo_guard.py samples by flow_grpo.py's functions, to the byte
+# grpo_guard.py samples by flow_grpo.py's functions, to the byte; test_mains.py has its find_old_policy with an engine
+WITH_ENGINES = ["mix_grpo.py", "diffusion_nft.py"]
 
 
 @pytest.fixture(scope="module")

@@ -488,8 +488,8 @@ def test_stopped_then_resumed_to_the_end_equals_uninterrupted(options, uninterru
 
 
 def test_kills_from_the_first_start_on(options, uninterrupted, tmp_path):
-    """From nothing, with --resume latest from the first start on: what the kills leave is what none would have. Without
-    torchrun, which starts in a third of the time of a rank."""
+    """From nothing, with --resume latest from the first start on: what the kills leave is what none would have.
+    Without torchrun, which would be killed as well and do nothing more."""
     while kill_in_a_write("flow_grpo.py", tmp_path, options["flow_grpo.py"], with_torchrun=False) < 4:
         pass
     run, whole = tmp_path / "runs" / NAME, uninterrupted("flow_grpo.py")
