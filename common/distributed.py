@@ -214,7 +214,6 @@ def end_distributed() -> None:
     FSDP's threads end with their modules: without the collection about half of the CPU runs abort at exit.
     """
     gc.collect()
-    gc.freeze()  # Python's exit need not look through what is left
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -6,6 +6,7 @@ runs here; the tests of kills, signals and restarts start the real torchrun.
     python tests/warm.py  reads a line of JSON for each run from stdin, and answers with the ranks' exit codes
 """
 
+import atexit
 import gc
 import importlib
 import importlib.util
@@ -15,7 +16,9 @@ import random
 import runpy
 import signal
 import sys
+import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +55,29 @@ def become_rank(request: dict[str, Any], rank: int) -> None:
     if not request["draw_curves"]:
         plots = importlib.import_module("common.run.plots")
         plots.draw_panels = lambda panels, path: path.touch()
+
+
+def run_script(script: Path) -> None:
+    """Run the script as Python would, and end this process at once: Python's exit would look through all that warm.py
+    has imported."""
+    code = 1
+    try:
+        if script.parent.name == "contrib":  # torchrun -m contrib.NAME, at the root
+            runpy.run_module(f"contrib.{script.stem}", run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(str(script), run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    threading._shutdown()  # waits for the threads that Python would wait for
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def wait_for_all(ranks: list[int]) -> list[int]:
@@ -98,8 +124,4 @@ if __name__ == "__main__":
     sys.path.pop(0)
     gc.freeze()  # a rank's collections leave alone what was imported, and copy none of its pages
     serve()
-    script = Path(sys.argv[0])
-    if script.parent.name == "contrib":  # torchrun -m contrib.NAME, at the root
-        runpy.run_module(f"contrib.{script.stem}", run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+    run_script(Path(sys.argv[0]))

@@ -7,7 +7,6 @@ does not see that the trainer is gone.
 """
 
 import contextlib
-import gc
 import os
 import sys
 import threading
@@ -52,7 +51,6 @@ def serve(connection: Connection) -> None:
             messages.send(connection, answer)
             del args, kwargs, answer  # the tensors of a push would otherwise stay in memory until the next call
     engine.close()
-    gc.freeze()  # Python's exit need not look through all of vLLM-Omni
 
 
 def one_line(error: Exception) -> str:

@@ -40,7 +40,8 @@ def friendly_errors() -> Iterator[None]:
     """
     _current_run.clear()
     repair_torchvision()  # before diffusers is imported
-    gc.freeze()  # what has been imported is never garbage: to look through it takes seconds at the end of a process
+    if "triton" not in sys.modules:  # whose library would print at exit that what is frozen has leaked
+        gc.freeze()  # what has been imported is no garbage: to look through it takes seconds at the end of a process
     try:
         yield
     except (ValueError, RuntimeError) as error:  # a RunError is a RuntimeError, as what torch raises

@@ -98,6 +98,7 @@ def test_a_run_trains_without_all_parts_with_one_family_and_one_reward(copy):
     command = [sys.executable, "-c", f"import sys; sys.argv[:] = sys.argv[1:]{COUNT}", "flow_grpo.py", *ONE_STEP]
     done = subprocess.run(command, cwd=copy, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0 and "finished all 1 steps" in done.stdout, done.stdout
+    assert "leaked" not in done.stdout, done.stdout  # what a library says at exit of frozen objects
     loaded = re.search("loaded: .*", done.stdout)
     assert loaded
     print(loaded[0])  # `pytest -s` shows what the smallest run takes of common/
