@@ -247,30 +247,37 @@ class Blueprint:
     ) -> Cost:
         """Cost of predict_velocity for one image.
 
-        train: with the backward pass; checkpointing: with activation checkpointing.
+        train: with the backward pass; checkpointing: with activation checkpointing. Of many blocks in a row that are
+        alike two and three are counted, and the others cost as much as the third.
 
         Raises:
             RunError: a user's own family, or its transformer, reads numbers of a tensor.
         """
         model = self.model
-        if checkpointing:
-            model.transformer.enable_gradient_checkpointing()
         timesteps, _, shape = model.schedule(2, *image_size, num_frames)
         tensors = [*model.transformer.parameters(), *model.transformer.buffers()]
-        norms = fused_rms_norms() if self.fused_norms else nullcontext()
-        with self.mode, norms, Meter(tensors) as meter, torch.set_grad_enabled(train):
-            conditioning = self.conditioning(length, image_size, num_frames)
-            negative = self.conditioning(length, image_size, num_frames) if guidance_scale > 1 else None
-            latents = torch.zeros(1, *shape)
-            try:
+
+        def count_pass() -> Cost:
+            norms = fused_rms_norms() if self.fused_norms else nullcontext()
+            with self.mode, norms, Meter(tensors) as meter, torch.set_grad_enabled(train):
+                conditioning = self.conditioning(length, image_size, num_frames)
+                negative = self.conditioning(length, image_size, num_frames) if guidance_scale > 1 else None
+                latents = torch.zeros(1, *shape)
                 velocity = model.predict_velocity(latents, timesteps[0], conditioning, negative, guidance_scale)
-            except (DataDependentOutputException, DynamicOutputShapeException) as error:
-                told = "its pass reads numbers of a tensor, so it cannot be planned from shapes"
-                raise RunError(f"{type(model).__name__}: {told}") from error
-            if train:
-                velocity.square().mean().backward()
-        model.transformer.disable_gradient_checkpointing()
-        return Cost(meter.flops, meter.peak_bytes)
+                if train:
+                    velocity.square().mean().backward()
+            return Cost(meter.flops, meter.peak_bytes)
+
+        if checkpointing:
+            model.transformer.enable_gradient_checkpointing()
+        try:
+            cost = count_alike(model.transformer, count_pass, train)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            told = "its pass reads numbers of a tensor, so it cannot be planned from shapes"
+            raise RunError(f"{type(model).__name__}: {told}") from error
+        finally:
+            model.transformer.disable_gradient_checkpointing()
+        return cost
 
     def decoding(self, batch: int, image_size: tuple[int, int], num_frames: int, *, train: bool = False) -> Cost:
         """Cost of decoding the latents of `batch` images in one call; train: with the backward pass."""
@@ -283,6 +290,70 @@ class Blueprint:
             else:
                 self.model.decode(torch.zeros(batch, *shape))
         return Cost(meter.flops, meter.peak_bytes)
+
+
+def count_alike(transformer: torch.nn.Module, count_pass: Callable[[], Cost], train: bool) -> Cost:
+    """The Cost of a pass through a transformer, by passes through a shorter one where these are half the work: each of
+    its rows of blocks that are alike has two blocks, then one row after the other has three."""
+    lists = block_lists(transformer)
+    rows = [(blocks, row) for blocks in lists for row in alike_in_a_row(blocks) if len(row) > 2]
+    num_blocks = sum(map(len, lists))
+    num_shortest = num_blocks - sum(len(row) - 2 for _, row in rows)
+    if (2 + len(rows)) * num_shortest + len(rows) > num_blocks / 2:
+        return count_pass()
+    with without_blocks([(blocks, row[2:]) for blocks, row in rows]):
+        count_pass()  # the first pass makes what a model keeps for the next, such as frequencies of places
+        cost = shortest = count_pass()
+    for number, (_, row) in enumerate(rows):
+        left_out = [(blocks, other[3 if number == place else 2 :]) for place, (blocks, other) in enumerate(rows)]
+        with without_blocks(left_out):
+            longer = count_pass()
+        of_one = Cost(longer.flops - shortest.flops, longer.peak_bytes - shortest.peak_bytes)
+        if train and of_one.flops and not of_one.peak_bytes:  # the peak is elsewhere, as long as the row is so short
+            return count_pass()
+        more = len(row) - 2
+        cost = Cost(cost.flops + more * of_one.flops, cost.peak_bytes + more * of_one.peak_bytes)
+    return cost
+
+
+def block_lists(transformer: torch.nn.Module) -> list[torch.nn.ModuleList]:
+    """The lists of a transformer's blocks, by the classes that diffusers names."""
+    classes: Sequence[str] = transformer._no_split_modules  # type: ignore[assignment]
+    lists = [module for module in transformer.modules() if isinstance(module, torch.nn.ModuleList)]
+    return [module for module in lists if any(type(block).__name__ in classes for block in module)]
+
+
+def alike_in_a_row(blocks: torch.nn.ModuleList) -> list[list[str]]:
+    """The names of a list's blocks, those in a row that are alike together: of one class, with layers, settings and
+    tensors of the same names and sizes."""
+    rows: list[list[str]] = []
+    last = None
+    for name, block in blocks.named_children():
+        settings = [
+            (place, type(layer), {k: v for k, v in vars(layer).items() if isinstance(v, int | float | str | None)})
+            for place, layer in block.named_modules()
+        ]
+        weights = (*block.named_parameters(), *block.named_buffers())
+        tensors = [(place, weight.shape, weight.requires_grad) for place, weight in weights]
+        if (settings, tensors) != last:
+            rows.append([])
+        rows[-1].append(name)
+        last = (settings, tensors)
+    return rows
+
+
+@contextmanager
+def without_blocks(left_out: list[tuple[torch.nn.ModuleList, list[str]]]) -> Iterator[None]:
+    """Take the blocks of these names out of their lists."""
+    whole = [(blocks, blocks._modules) for blocks, _ in left_out]
+    try:
+        for blocks, names in left_out:
+            kept = [block for name, block in blocks._modules.items() if name not in names]
+            blocks._modules = {str(place): block for place, block in enumerate(kept)}
+        yield
+    finally:
+        for blocks, modules in reversed(whole):
+            blocks._modules = modules
 
 
 def build_pipeline(source: str) -> "tuple[diffusers.DiffusionPipeline, dict[str, torch.nn.Module]]":

@@ -868,32 +868,36 @@ def test_vllm_sees_the_allocators_settings(monkeypatch):
 
 
 @needs_engine
-def test_the_engine_does_not_outlive_its_parent(tmp_path):
-    """A trainer that raises leaves no process behind, and nothing keeps it from exiting."""
+def test_an_engine_listens_on_the_loopback_imports_nothing_of_the_run_and_ends_with_its_parent(tmp_path):
+    """By default torch's store listens on all interfaces, and `python -m` puts the run's folder first on the path. A
+    trainer that raises leaves no process behind, and nothing keeps it from exiting."""
+    (tmp_path / "numpy.py").write_text("raise SystemExit('imported from the working directory')\n")
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path\n"
+        "import os, sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path\n"
         "from common.cpu import repair_torchvision; repair_torchvision()\n"
         "from tests.engine.test_engine import start\n"
-        "engine = start(Path(sys.argv[2])); print(engine.process.pid, flush=True)\n"
-        "engine.wait_ready(); raise KeyError('x')"
+        "os.chdir(sys.argv[2]); os.environ['PYTHONPATH'] = os.pathsep  # the working directory, twice\n"
+        "engine = start(Path(sys.argv[2])); engine.wait_ready(); print(engine.process.pid, flush=True)\n"
+        "input(); raise KeyError('x')"
     )
-    done = subprocess.run([sys.executable, "-c", code, ROOT, tmp_path], capture_output=True, text=True, timeout=120)
-    assert "KeyError" in done.stderr
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", code, ROOT, tmp_path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    timer = threading.Timer(120.0, trainer.kill)
+    timer.start()
+    pid = trainer.stdout.readline()
+    if pid:
+        process = psutil.Process(int(pid))
+        sockets = [c for p in (process, *process.children(recursive=True)) for c in p.net_connections(kind="inet")]
+        assert {c.laddr.ip for c in sockets if c.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
+    _, errors = trainer.communicate("\n")
+    timer.cancel()
+    assert "KeyError" in errors, errors
     deadline = time.monotonic() + 20
-    while os.path.exists(f"/proc/{int(done.stdout)}"):
+    while os.path.exists(f"/proc/{int(pid)}"):
         assert time.monotonic() < deadline, "the engine is still alive"
         time.sleep(0.2)
-
-
-def test_the_engine_listens_on_the_loopback_and_imports_nothing_of_the_working_directory(tmp_path, monkeypatch):
-    """By default torch's store listens on all interfaces, and `python -m` puts the run's folder first on the path."""
-    (tmp_path / "numpy.py").write_text("raise SystemExit('imported from the working directory')\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep)  # two empty entries: the working directory, twice
-    engine = start(tmp_path)
-    engine.wait_ready()
-    process = psutil.Process(engine.process.pid)
-    sockets = [c for p in (process, *process.children(recursive=True)) for c in p.net_connections(kind="inet")]
-    engine.close()
-    listening = {c.laddr.ip for c in sockets if c.status == psutil.CONN_LISTEN}
-    assert listening == {"127.0.0.1"}

@@ -311,6 +311,8 @@ def test_the_schedule_at_other_sizes(model, monkeypatch, height, width, num_infe
         raise Caught
 
     monkeypatch.setattr(model.transformer, "forward", first_forward)
+    if model.num_pictures and model.makes_videos:  # it encodes a video of the picture first, when it has the schedule
+        monkeypatch.setattr(model.pipe, "prepare_latents", first_forward)
     options = {"height": height, "width": width, "num_inference_steps": num_inference_steps}
     options |= stock_arguments(model.pipe, height, width)
     if model.num_pictures:

@@ -16,7 +16,7 @@ from common.models.family import Family
 from common.models.loading import family_class
 from common.plan import needs
 from common.plan.devices import Device
-from common.plan.memory import Blueprint, Cost, Meter
+from common.plan.memory import Blueprint, Cost, Meter, count_alike
 from common.weights.lora import make_lora
 from common.weights.policy import add_policies
 from tests.conftest import EMBEDDED, ROOT, SCRIPTS, embedded_model, good_state, policy_without_fsdp
@@ -144,6 +144,50 @@ def test_activations_are_those_of_real_tensors():
         velocity().square().mean().backward()
     assert meter.flops == planned.flops > 0
     assert meter.peak_bytes == pytest.approx(planned.peak_bytes, rel=0.1)  # with the gradients
+
+
+class Rows(torch.nn.Module):
+    """39 blocks that are alike, a wider one, and 30 of another class. `before` numbers are held for a moment before."""
+
+    _no_split_modules = ("Sequential", "Linear")
+
+    def __init__(self, before):
+        super().__init__()
+        sizes = [16] * 39 + [32]
+        layers = [[torch.nn.Linear(8, size), torch.nn.GELU(), torch.nn.Linear(size, 8)] for size in sizes]
+        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(*block) for block in layers)
+        self.singles = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(30))
+        self.before = before
+        self.num_run = 0
+
+    def forward(self, x):
+        x = x + torch.zeros(self.before).sum()
+        for block in (*self.blocks, *self.singles):
+            x = x + block(x)
+            self.num_run += 1
+        return x
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("before", [1, 5_000, 100_000])
+@pytest.mark.parametrize("train", [False, True])
+def test_blocks_that_are_alike_cost_alike(train, before):
+    """To the byte. Where a pass of few blocks has its peak before them, a training pass is counted whole."""
+    model = Rows(before)
+
+    def count_pass():
+        model.zero_grad()
+        with Meter(model.parameters()) as meter, torch.set_grad_enabled(train):
+            output = model(torch.zeros(4, 8))
+            if train:
+                output.sum().backward()
+        return Cost(meter.flops, meter.peak_bytes)
+
+    every = count_pass()
+    model.num_run = 0
+    assert count_alike(model, count_pass, train) == every and every.flops > 0
+    assert model.num_run == (5 + 5 + 6 + 70 if train and before > 1 else 5 + 5 + 6 + 6)
+    assert len(model.blocks) == 40 and len(model.singles) == 30
 
 
 def test_checkpointing_keeps_less_and_computes_more():

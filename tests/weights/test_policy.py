@@ -920,7 +920,7 @@ def test_other_batches_compile_blocks_again_twice_at_most(one_rank, monkeypatch,
         return torch._dynamo.utils.counters["stats"]["unique_graphs"] > graphs
 
     assert evaluate_and_train(4) and not evaluate_and_train(8)
-    compiled = [evaluate_and_train(num_images) for num_images in (7, 5, 6, 3, 9, 7, 2, 4)]
+    compiled = [evaluate_and_train(num_images) for num_images in (7, 5, 6, 3)]
     assert sum(compiled) == num_recompiles and compiled[0]
 
 
