@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from enum import Flag, auto
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
 ASSETS = Path(__file__).parents[1] / "assets"
 
@@ -91,6 +91,8 @@ class SharedArgs:
 
     It may change a default, or a unit: DPO's micro_batch_size counts pairs.
     """
+
+    together: ClassVar[int | str] = 1  # a pass has a multiple of so many images, or of what the option of this name says
 
     # ---- run
     name: str = ""

@@ -76,6 +76,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Args(EngineArgs):  # and the shared options, in common/options.py; parse_args refuses values beyond a Bound
+    together = "group_size"  # a pass has whole groups
+
     # ---- run
     name: str = "dgpo"
     """the run's folder is runs/<name>, or an absolute path; it must not hold a run yet, unless you resume it"""

@@ -72,6 +72,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Args(EngineArgs):  # and the shared options, in common/options.py; parse_args refuses values beyond a Bound
+    together = 2  # a pass has whole pairs
+
     # ---- run
     name: str = "online_dpo"
     """the run's folder is runs/<name>, or an absolute path; it must not hold a run yet, unless you resume it"""

@@ -103,6 +103,8 @@ from torch.optim import AdamW
 
 @dataclass
 class Args(SharedArgs):  # and the shared options, in common/options.py; parse_args refuses values beyond a Bound
+    together = "group_size"  # a pass has whole groups
+
     # ---- run
     name: str = "tdm_r1"
     """the run's folder is runs/<name>, or an absolute path; it must not hold a run yet, unless you resume it"""

@@ -81,6 +81,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Args(EngineArgs):  # and the shared options, in common/options.py; parse_args refuses values beyond a Bound
+    together = "pairs_per_prompt"  # a pass has all pairs of its images
+
     # ---- run
     name: str = "v_grpo"
     """the run's folder is runs/<name>, or an absolute path; it must not hold a run yet, unless you resume it"""

@@ -166,7 +166,10 @@ def _options_of_checkpoint(args: SharedArgs, state: dict[str, Any], argv: Sequen
         left_out += ("shard_ranks",)
     elif before != now:
         left_out += OF_ITS_RANKS
-        saved["micro_batch_size"] = fit_to_ranks(state["args"]["micro_batch_size"], before, now)
+        together = args.together  # of the options that the run will have
+        if isinstance(together, str):
+            together = getattr(args, together) if together in given_options(argv) else saved[together]
+        saved["micro_batch_size"] = fit_to_ranks(state["args"]["micro_batch_size"], before, now, together)
         is_other = saved["micro_batch_size"] != state["args"]["micro_batch_size"]
         if is_other and "micro_batch_size" not in given_options(argv):
             told = "a size that divides in any case: pass another that does"
@@ -180,12 +183,14 @@ def _options_of_checkpoint(args: SharedArgs, state: dict[str, Any], argv: Sequen
         return from_record(recorded, type(args))
 
 
-def fit_to_ranks(micro_batch_size: int, before: int, now: int) -> int:
+def fit_to_ranks(micro_batch_size: int, before: int, now: int, together: int = 1) -> int:
     """A size that divides a rank's share of a mini-batch among `now` ranks, whatever share it divides among `before`.
+    Both shares and both sizes are whole numbers of `together` images.
 
     The new share is the old one times before / now, a / b in lowest terms: b divides the old share, and is cancelled.
     """
-    return micro_batch_size // math.gcd(micro_batch_size, now // math.gcd(before, now))
+    num = micro_batch_size // together
+    return together * (num // math.gcd(num, now // math.gcd(before, now)))
 
 
 def without_rewards(

@@ -1,5 +1,6 @@
 """Options that are not typed: from a file, and from the checkpoint that a run resumes."""
 
+import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -207,6 +208,31 @@ def test_on_other_ranks_no_pass_is_larger_than_it_was(here, monkeypatch):
     assert sizes == {4: [12, 6], 8: [6, 0], 3: [4, 0], 1: [12, 0]}
     given = parse("--name", "other", "--resume", "runs/mine", "--num_steps", 50, "--micro_batch_size", 64)
     assert given.micro_batch_size == 64
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "size"),
+    [
+        ("dgpo", ("--group_size", 8), 8),
+        ("crd", ("--group_size", 8), 8),
+        ("tdm_r1", ("--group_size", 8), 8),
+        ("v_grpo", ("--pairs_per_prompt", 4), 4),
+        ("online_dpo", (), 2),
+    ],
+)
+def test_on_other_ranks_a_pass_has_whole_groups_still(name, options, size, here, monkeypatch):
+    """Two such groups in a pass are one among two ranks in place of one, and one is one."""
+    module = importlib.import_module(f"contrib.{name}")
+    monkeypatch.setattr("common.run.resuming.checkpoint_of", lambda run: run)
+    for groups in (2, 1):
+        given = ["--name", "mine", "--num_prompts", 24, "--micro_batch_size", groups * size, *options]
+        saved = vars(parse_args(module.Args, "", [*map(str, given)]))
+        state = {"args": saved, "rng": [{}], "step": 3}
+        monkeypatch.setattr("common.run.option_files.load_checkpoint", lambda run, state=state: state)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        again = ["--name", "other", "--resume", "runs/mine", "--num_steps", "50"]
+        assert module.check(parse_args(module.Args, "", again)).micro_batch_size == size
+        monkeypatch.delenv("WORLD_SIZE")
 
 
 @pytest.mark.parametrize(
