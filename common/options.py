@@ -92,7 +92,9 @@ class SharedArgs:
     It may change a default, or a unit: DPO's micro_batch_size counts pairs.
     """
 
-    together: ClassVar[int | str] = 1  # a pass has a multiple of so many images, or of what the option of this name says
+    together: ClassVar[int | str] = (
+        1  # a pass has a multiple of so many images, or of what the option of this name says
+    )
 
     # ---- run
     name: str = ""

@@ -2,8 +2,8 @@
 
 A policy gradient maximises the advantage times the log-probability of an image. Flow matching's loss is a bound on
 minus that log-probability, and AWM uses it instead: the model is drawn to better images and away from worse ones.
-We describe it as DiffusionNFT (2509.16117v2), from which it differs by the loss alone, and by a KL that is off by
-default: everything that is not named below is in diffusion_nft.py, with its equations. Read `main`, at the end, first.
+We describe it as DiffusionNFT (2509.16117v2), from which it differs by the loss alone, and here by a KL that is off
+by default: everything that is not named below is in diffusion_nft.py, with its equations. Read `main`, at the end, first.
 With v_target = noise - x0:
 
   1. Minus the error mean((v - v_target)^2) stands for an image's log-prob, that of `old` for the old log-prob.
@@ -20,6 +20,8 @@ The formulas are those of the authors' code. Where it departs from the recipes o
   - `old`, the average that the policy is kept near, samples; in theirs the trained policy samples.
     Both are options of their code.
   - Timesteps are DiffusionNFT's, drawn per image; theirs are shared by a batch.
+  - There is no KL to the model before training by default; their configs have one, of 1e-4 to 3e-3.
+  - `old` keeps at most 0.5 of itself, theirs at most 0.3.
 
 Parent: diffusion_nft.py
 """
@@ -94,7 +96,7 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
     old_kl_coef: NonNegativeFloat = 1.0
     """factor of mean((v - v_old)^2), the distance to `old` (AWM's code: 1)"""
     kl_coef: NonNegativeFloat = 0.0
-    """factor of mean((v - v_ref)^2), the distance to the model before training (DiffusionNFT's paper: 1e-4)"""
+    """factor of mean((v - v_ref)^2), the distance to the model before training (AWM's code: 1e-4 to 3e-3)"""
     adv_mode: Literal["continuous", "positive_only", "negative_only", "one_only", "binary"] = "continuous"
     """A' in r = A' / (2 adv_clip_max) + 1/2, from the clamped advantage A. continuous: A; positive_only: max(A, 0);
     negative_only: min(A, 0); one_only: 1 if A > 0, otherwise 0; binary: the sign of A"""

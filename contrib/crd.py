@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from common.data import GroupSampler, PromptSet, fit_micro_batch, share_eval_images
 from common.distributed import gather_rows, mean_over_ranks, setup_distributed, shard_mesh
+from common.errors import error_prefix
 from common.files import read_prompts
 from common.metrics import norm_ratio, reward_metrics
 from common.models import Family, find_family
@@ -194,7 +195,9 @@ def prepare(args: Args) -> Inputs:
     checkpoint = checkpoint_to_resume(args.run_folder, args.resume, args.eval_only)  # or None
     # diffusers and peft, which take seconds to import, come last
     size = (*args.image_size, args.num_frames)
-    family = find_family(args.model, *size, args.kl_guidance_scale, args.max_sequence_length, args.family)
+    family = find_family(args.model, *size, 1.0, args.max_sequence_length, args.family)
+    with error_prefix(f"--kl_guidance_scale {args.kl_guidance_scale:g}"):
+        family.check(args.model, *size, args.kl_guidance_scale)
     if args.rollout == "vllm":
         from common.engine import check_engine
 

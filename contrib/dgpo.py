@@ -16,7 +16,9 @@ not named below is in diffusion_nft.py, with its equations. Read `main`, at the 
 
 The formulas are those of the authors' code. Where it departs from that code:
   - `old` samples from the first step on; theirs samples with its slow average only after `switch_ema_ref` steps.
-  - Sampling never uses guidance; nor does it in two of their three configurations.
+  - Sampling never uses guidance; nor does it in two of their three configurations. The reference is not guided either;
+    theirs is then, as their README advises.
+  - --clip_range is 1e-2; their README takes 1e-5 to 1e-4.
   - Timesteps are those of the whole schedule; theirs are those of its noisier part.
 --adv_mode other than continuous breaks the sum of 0.
 
@@ -94,7 +96,8 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
     dpo_beta: PositiveFloat = 100.0
     """factor of the errors' differences in the logit; a larger one keeps nearer to the reference (code: 10 to 5000)"""
     clip_range: PositiveFloat = 1e-2
-    """an image whose exp(old error - error) is further than this from 1, as its advantage wants, is not trained on"""
+    """an image whose exp(old error - error) is further than this from 1, as its advantage wants, is not trained on
+    (DGPO's README: 1e-5 to 1e-4)"""
     kl_coef: PositiveFloat = 1e-3
     """factor of mean((v - v_ref)^2), the distance to the model before training (DGPO's code: 1e-3 to 0.02)"""
     adv_mode: Literal["continuous", "positive_only", "negative_only", "one_only", "binary"] = "continuous"

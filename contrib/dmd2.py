@@ -171,8 +171,9 @@ def prepare(args: Args) -> Inputs:
     eval_rewards = load_rewards(  # the trained ones, without those that only compare a group, then its own
         args.eval_reward, None, args.num_frames, args.reward_frames, option="--eval_reward", trained=rewards
     )
-    trained_on = () if args.eval_only else args.train_prompts  # read with the rewards, which a record may name
-    train_set = read_prompts(trained_on, eval_rewards, others=rewards, shares=args.train_shares)
+    train_set = read_prompts(() if args.eval_only else args.train_prompts, shares=args.train_shares)
+    for record in train_set.metadata:
+        record.pop("rewards", None)  # no reward sees what is trained on
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts, others=rewards)
     eval_rewards = with_preservation(eval_rewards, eval_set, args.num_frames)  # where images are edited
     checkpoint = checkpoint_to_resume(args.run_folder, args.resume, args.eval_only)  # or None

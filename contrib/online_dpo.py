@@ -94,7 +94,7 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
     kl_coef: PositiveFloat = 1e-3
     """factor of mean((v - v_ref)^2), the distance to the model before training (DGPO's code: 1e-3 to 0.02)"""
     adv_mode: Literal["continuous", "positive_only", "negative_only", "one_only", "binary"] = "continuous"
-    """A' in r = A' / (2 adv_clip_max) + 1/2, from the clamped advantage A. continuous: A; positive_only: max(A, 0);
+    """A' in r = A' / 2 + 1/2, from an image's A: 1, 0 or -1. continuous: A; positive_only: max(A, 0);
     negative_only: min(A, 0); one_only: 1 if A > 0, otherwise 0; binary: the sign of A"""
     timestep_fraction: Annotated[float, Bound(above=0, at_most=1)] = 1.0
     """share of the sampling schedule's timesteps that every image is trained at"""

@@ -16,6 +16,7 @@ from common.data import PromptSet
 from common.errors import RunError
 from common.files.checkpoints import load_checkpoint, saved_checkpoints
 from common.files.prompts import read_prompts
+from common.models.stable_diffusion_3 import StableDiffusion3
 from common.rewards._loading import load_rewards
 from common.rollout import RolloutRequest
 from common.scoring import NOT_ASKED
@@ -441,6 +442,19 @@ def test_crd_draws_a_timestep_for_a_prompt_and_noise_for_an_image():
     timesteps, noise = crd.draw_training_noise(args, batch, 4, 0)
     assert torch.equal(timesteps[0], timesteps[1]) and torch.equal(timesteps[2], timesteps[3])
     assert not torch.equal(timesteps[1], timesteps[2]) and not torch.equal(noise[0], noise[1])
+
+
+@pytest.mark.fast
+def test_crd_names_its_guidance_where_a_model_takes_none(monkeypatch):
+    def check(model, height, width, num_frames, guidance_scale=1.0):
+        if guidance_scale > 1:
+            raise ValueError("takes no guidance")
+
+    monkeypatch.setattr(StableDiffusion3, "check", staticmethod(check))
+    args = crd.Args(kl_coef=0.1, kl_guidance_scale=4.5, rollout="local")
+    with pytest.raises(ValueError, match=re.escape("--kl_guidance_scale 4.5: takes no guidance")):
+        crd.prepare(args)
+    crd.prepare(replace(args, kl_guidance_scale=1.0))
 
 
 @pytest.mark.fast

@@ -202,6 +202,15 @@ def test_a_guidance_that_the_teacher_cannot_take_is_refused(tmp_path, monkeypatc
 
 
 @pytest.mark.fast
+def test_no_reward_sees_the_training_prompts(tmp_path):
+    """They may be none that `ocr` reads, and may ask for rewards of another script's run."""
+    records = [{"prompt": "no quotes at all"}, {"prompt": "a dog", "rewards": ["geneval"]}]
+    (tmp_path / "captions.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    options = [*OPTIONS, *few_eval_prompts(tmp_path, 2), "--num_steps", 0, "--train_prompts", "captions.jsonl"]
+    assert run_here(tmp_path, "contrib/dmd2.py", *options, "--reward", "ocr") is None
+
+
+@pytest.mark.fast
 def test_an_update_of_the_fake_score_without_a_finite_gradient_is_left_out(tmp_path, monkeypatch):
     """It is counted, and the others of the step count; without any the run ends, as with the student's own."""
     accumulate, broken = dmd2.accumulate_fake_gradients, [True, False]
