@@ -21,7 +21,7 @@ from common.data import PromptSet
 from common.distributed import failing_together, gather_objects, on_rank_0
 from common.errors import RunError
 from common.scoring import as_scalar
-from common.user_code import call_user_code, describe, load_function, own_file, own_folder
+from common.user_code import call_user_code, describe, load_function, own_file
 
 import torch
 
@@ -58,7 +58,7 @@ def ask_curriculum(
     try:
         returned = call_user_code(call, f"--curriculum {location}", own_file(function))
     except BaseException as error:  # sys.exit(0) is no Exception
-        raise RunError(f"--curriculum {location} raised {describe(error, own_folder(function))}") from error
+        raise RunError(f"--curriculum {location} raised {describe(error, function)}") from error
     if hasattr(returned, "tolist"):  # an array of NumPy, a tensor
         returned = returned.tolist()
     return check_weights(returned, len(train_set), f"--curriculum {location}, step {step}")

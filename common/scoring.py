@@ -63,7 +63,7 @@ from common.errors import RolloutError, RunError, reason, truncate
 from common.images import as_images
 from common.process import print_message
 from common.rollout import Images
-from common.user_code import call_user_code, describe, in_user_thread, own_file, own_folder
+from common.user_code import call_user_code, describe, in_user_thread, own_file
 
 import numpy as np
 import torch
@@ -253,7 +253,7 @@ def _score_images(
             call = functools.partial(_call, function, copies, list(asking.prompts), asking.for_rewards())
             returned, has_moved = call_user_code(call, f"reward {names} ({file})", file, beside_sampling=True)
         except BaseException as error:  # sys.exit(0) and asyncio's CancelledError are no Exception
-            told = describe(error, own_folder(function))
+            told = describe(error, function)
             raise RunError(f"reward {names} raised {told}") from error
         if has_moved:  # the sampling beside it has seen that
             raise RunError(f"reward {names} changed the working directory, which the run's paths begin at")
@@ -297,8 +297,10 @@ def _read_scores(name: str, returned: Sequence, prompts: list[str], reward_failu
         values = {key: as_scalar(value) for key, value in given.items()}
         score = values.pop(key, None)
         image = f"reward {name}: image {i} (prompt: {prompts[i]})"
-        if isinstance(entry, dict) and key not in entry:
-            lacks = f"its dict has no {key!r}; it has {', '.join(map(str, entry)) or 'nothing'}"
+        if key not in given:
+            lacks = f"its dict has no {key!r}; it has {', '.join(map(str, given)) or 'nothing'}"
+            if not isinstance(entry, dict):
+                lacks = f"it is scored by {truncate(repr(entry))}, no dict with {key!r}"
             raise RunError(f"{image}: {lacks}; NAME.KEY at the end of --reward names another")
         if not _is_number(score):
             found = f"{truncate(repr(score))}, a {type(score).__name__}"

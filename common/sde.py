@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from common.user_code import describe, load_function, own_folder
+from common.user_code import describe, load_function
 
 import torch
 from torch import Tensor
@@ -150,7 +150,7 @@ def check_step_kind(sde_type: str, noise_level: float) -> None:
             euler = x + v * (sigma_next - sigma)
             is_euler = has_shape and float(ode_std) == 0 and torch.allclose(ode_mean, euler)
         except (Exception, SystemExit) as error:  # a user's own function can raise anything
-            told = describe(error, own_folder(step_kind))
+            told = describe(error, step_kind)
             raise ValueError(f"{refused} {step} raised {told}") from error
         if not has_shape:
             raise ValueError(f"{refused} {step} gives no mean of the samples' shape {tuple(x.shape)}")

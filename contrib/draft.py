@@ -63,7 +63,7 @@ from common.run import (
 )
 from common.scoring import NOT_ASKED, Reward, Scorer, offload_rewards, weighted_totals
 from common.sde import image_seed, sde_step
-from common.user_code import describe, own_folder
+from common.user_code import describe
 from common.weights import (
     acting,
     choose_adam_kernel,
@@ -336,7 +336,7 @@ def score_pixels(rewards: dict[str, Reward], pixels: Tensor, prompt_set: PromptS
         try:
             returned = of_pixels(pixels[rows], list(asking.prompts), asking.for_rewards())
         except (Exception, SystemExit) as error:
-            told = describe(error, own_folder(of_pixels))
+            told = describe(error, of_pixels)
             raise RunError(f"reward {name}: its of_pixels raised {told}") from error
         if not isinstance(returned, Tensor) or returned.shape != (len(rows),):
             shape = tuple(returned.shape) if isinstance(returned, Tensor) else type(returned).__name__

@@ -15,7 +15,7 @@ from common.files.paths import find_shards, source_name, split_rewards, split_so
 from common.files.records import check_prompt, clean_name, clean_names, is_blank
 from common.optional import optional_part
 from common.process import print_message
-from common.user_code import call_user_code, describe, load_function, own_file, own_folder
+from common.user_code import call_user_code, describe, load_function, own_file
 
 
 def read_prompts(
@@ -174,7 +174,7 @@ def _call_function(location: str) -> list[tuple[str, object]]:
     try:
         is_one, entries = call_user_code(call, f"prompts of {location}", own_file(function))
     except (Exception, SystemExit) as error:
-        raise ValueError(f"prompts of {location}: {describe(error, own_folder(function))}") from error
+        raise ValueError(f"prompts of {location}: {describe(error, function)}") from error
     if is_one:
         raise ValueError(f"prompts of {location}: it returned a {type(entries[0]).__name__}, not a list or a generator")
     return [(f"{location}, record {number}", entry) for number, entry in enumerate(entries)]

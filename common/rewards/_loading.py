@@ -21,7 +21,6 @@ from common.user_code import (
     in_user_thread,
     load_function,
     own_file,
-    own_folder,
 )
 
 REWARDS = Path(__file__).parent  # a reward a file; those that begin with _ are helpers
@@ -83,7 +82,7 @@ def load_rewards(
                 try:
                     call_user_code(function.load, f"{option} {name} ({file}): its load", file)
                 except (ImportError, AttributeError) as error:  # with what is beside its file
-                    raise ValueError(describe(error, own_folder(function))) from error
+                    raise ValueError(describe(error, function)) from error
                 if namesakes := find_namesakes():
                     raise ValueError(namesakes)
     absolute = {name: function for name, function in (trained or {}).items() if not is_relative(function)}
@@ -155,8 +154,15 @@ def find_reward(name: str, option: str = "--reward") -> Reward:
 
 def _built_in(name: str, own_name: str | None) -> Reward:
     """The function of common/rewards/NAME.py, or where `own_name` is given, such as the style of vlm_judge:style, the
-    same function with the settings of this name. ValueError: there are none."""
-    module = call_user_code(lambda: importlib.import_module(f"common.rewards.{name}"), f"importing reward {name}")
+    same function with the settings of this name. ValueError: there are none, or the file cannot be imported, or has no
+    function of its name."""
+    file = REWARDS / f"{name}.py"
+    try:
+        module = call_user_code(lambda: importlib.import_module(f"common.rewards.{name}"), f"importing reward {name}")
+    except (ImportError, SyntaxError, NameError, AttributeError) as error:
+        raise ValueError(describe(error, file)) from error
+    if not hasattr(module, name):
+        raise ValueError(f"{file} has no function {name}")
     return getattr(module, name) if own_name is None else _named(module, name, own_name)
 
 

@@ -8,7 +8,6 @@ from common.user_code.loading import (
     in_user_thread,
     load_function,
     own_file,
-    own_folder,
 )
 
 __all__ = [
@@ -19,5 +18,4 @@ __all__ = [
     "in_user_thread",
     "load_function",
     "own_file",
-    "own_folder",
 ]

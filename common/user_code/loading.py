@@ -24,7 +24,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import NoReturn, TypeVar
 
 from common.user_code.shared_state import kept
@@ -161,7 +161,7 @@ def load_function(location: str, option: str) -> Callable:
     try:
         module = call_user_code(functools.partial(_import_file, file), f"{option} {location}: importing it", file)
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{option} {location}: {describe(error, file.parent)}") from error
+        raise ValueError(f"{option} {location}: {describe(error, file)}") from error
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"{option} {location}: {path} has no function {name}")
@@ -199,12 +199,6 @@ def own_file(function: Callable) -> Path | None:
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     file = getattr(module, "__file__", None)
     return Path(file) if file else None
-
-
-def own_folder(function: Callable) -> Path | None:
-    """The folder of that file."""
-    file = own_file(function)
-    return file.parent if file else None
 
 
 # ---- helpers of one name ---------------------------------------------------------------------------------------------
@@ -339,15 +333,23 @@ def _importable(name: str) -> set[Path]:
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
-def describe(error: BaseException, folder: Path | None) -> str:
-    """One line of some 500 letters: the error, and the innermost line of the user's own files, those in `folder`.
+def describe(error: BaseException, source: Callable | Path) -> str:
+    """One line of some 500 letters: the error, and the innermost line of the user's own files, those in the folder
+    of `source`, a user's function or its file. Where it has not come that far, as it takes other arguments: the
+    function's own line.
 
     If that file imports something from beside it whose name CleanFlow has as well, the line says so.
     """
+    file = source if isinstance(source, Path) else own_file(source)
+    folder = file.parent if file else None
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if folder and Path(frame.filename).is_relative_to(folder)]
     at = (own or frames)[-1]
     place = f"{at.filename}:{at.lineno}"
+    if not own and isinstance(code := getattr(source, "__code__", None), CodeType):
+        place = f"{code.co_filename}:{code.co_firstlineno}"
+    elif not own and file:
+        place = str(file)
     if isinstance(error, SyntaxError) and error.filename:
         place = f"{error.filename}:{error.lineno}"
     text = " ".join(f"{type(error).__name__}: {error}".split())

@@ -16,6 +16,7 @@ from common.data import PromptSet
 from common.errors import RunError
 from common.metrics import count_failed, eval_metrics, reward_metrics
 from common.pairs.made_pairs import best_and_worst
+from common.rewards._loading import load_rewards
 from common.run.ending import friendly_errors
 from common.run.evaluation import sample_records
 from common.run.plots import save_samples
@@ -95,6 +96,20 @@ def test_a_failure_of_one_image_ends_the_run_with_its_reason_or_is_marked(capfd)
 def test_a_return_of_another_form_is_told_by_its_count_and_then_by_its_first_entry(returned, told):
     with pytest.raises(RunError, match=f" odd: .*{told}"):
         score_images({"odd": lambda *_: returned}, IMAGES, PROMPTS, "mask")
+
+
+@fast
+def test_a_key_of_a_reward_that_returns_plain_numbers_is_told():
+    with pytest.raises(RunError, match=r" mine.style: .* 0 \(.* first\): .* 0.5, no dict with 'style'"):
+        score_images({"mine.style": reward(0.5, 1, 2)}, IMAGES, PROMPTS)
+
+
+@fast
+def test_a_reward_that_takes_other_arguments_is_told_at_its_own_line(tmp_path):
+    (tmp_path / "two.py").write_text("x = 1\n\n\ndef two(images, prompts):\n    return []\n")
+    (function,) = load_rewards([f"{tmp_path}/two.py:two"], [1.0]).values()
+    with pytest.raises(RunError, match=rf" raised TypeError: two\(\) .* \({tmp_path}/two.py:4\)$"):
+        score_images({"two": function}, IMAGES, PROMPTS)
 
 
 @fast

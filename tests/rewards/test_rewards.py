@@ -170,6 +170,16 @@ def test_load_rewards_by_name():
     assert list(both.items()) == [("jpeg_incompressibility", jpeg_incompressibility), ("ocr_contains", ocr_contains)]
 
 
+@pytest.mark.parametrize(("text", "told"), [("import nosuch", "nosuch.*:1"), ("def other(): ...", "no function mine")])
+def test_a_file_among_the_built_in_ones_that_cannot_be_used_is_told_in_a_line(text, told, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(f"{text}\n")
+    monkeypatch.setattr(_loading, "REWARDS", tmp_path)
+    monkeypatch.setattr(room, "__path__", [str(tmp_path)])
+    with pytest.raises(ValueError, match=f"^--reward mine: .*{told}"):
+        load_rewards(["mine"], [1.0])
+    sys.modules.pop("common.rewards.mine", None)
+
+
 def test_built_in_rewards_are_the_files_of_their_folder():
     names = ["jpeg_compressibility", "jpeg_incompressibility", "ocr", "ocr_contains"]
     assert set(names) <= set(built_in_rewards())  # beside what a user adds
