@@ -295,14 +295,16 @@ def report_shared_prompts(option: str, trained: PromptSet, held_out: PromptSet) 
 
 
 def check_lora_modules(lora: LoRA | None, options: Mapping[str, Any]) -> None:
-    """ValueError: --lora_target_modules beside a --lora_path, whose file says which, or a rank that vLLM has no LoRA
-    layers for. RunError: the model's transformer lacks one of the modules."""
+    """ValueError: --lora_target_modules beside a --lora_path, whose file says which, or without a LoRA; or a rank that
+    vLLM has no LoRA layers for. RunError: the model's transformer lacks one of the modules."""
     if lora and options.get("rollout") == "vllm" and lora.config.r > VLLM_MAX_RANK:
         raise ValueError(
             f"--rollout vllm takes a LoRA of rank {VLLM_MAX_RANK} at most, not {lora.config.r}: pass --rollout local"
         )
     if options["lora_path"] and options["lora_target_modules"]:
         raise ValueError("--lora_target_modules: the file of --lora_path says which modules it adapts")
+    if not lora and options["lora_target_modules"]:
+        raise ValueError("--lora_target_modules: names modules of a LoRA, and --lora_rank 0 trains all weights")
     if lora and options["lora_target_modules"]:
         transformer = pipeline_without_weights(options["model"]).transformer
         check_modules(transformer, lora.config, options["lora_target_modules"])

@@ -21,6 +21,7 @@ FIRST = (
     *("name", "model", "image_size", "train_prompts", "eval_prompts", "pairs", "records", "reward", "rollout"),
     *("num_steps", "num_prompts", "group_size", "learning_rate", "eval_every", "resume"),
 )
+OF_THE_ENGINE = ("engine_devices", "engine_with")
 
 
 def parse_args(args_class: type[ArgsClass], description: str, argv: list[str] | None = None) -> ArgsClass:
@@ -126,9 +127,11 @@ def check_options(args: SharedArgs) -> None:
         raise ValueError(f"--name {args.name}: must be the name of a folder, of at most 200 bytes, or an absolute path")
     if isinstance(args, EngineArgs) and args.rollout == "vllm" and args.vae_dtype != "float32":
         raise ValueError(f"--vae_dtype {args.vae_dtype}: needs --rollout local; the engine's VAE is float32")
-    if isinstance(args, EngineArgs) and args.rollout == "local" and args.engine_devices:
-        devices = " ".join(map(str, args.engine_devices))
-        raise ValueError(f"--engine_devices {devices}: with --rollout local there is no engine")
+    if isinstance(args, EngineArgs) and args.rollout == "local":
+        for name in OF_THE_ENGINE:
+            if getattr(args, name):
+                words = " ".join(map(str, getattr(args, name)))
+                raise ValueError(f"--{name} {words}: with --rollout local there is no engine")
     if isinstance(args, RatioArgs) and args.rollout_correction != "none":
         compares = args.rollout == "vllm" and args.old_log_prob == "recompute"
         if not compares:

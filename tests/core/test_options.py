@@ -411,6 +411,14 @@ def test_checkpoints_may_be_rarer_than_evaluations(tmp_path, script):
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize(("name", "words"), [("engine_devices", (1, 2)), ("engine_with", ("sleep", "compile"))])
+def test_what_is_of_an_engine_is_refused_where_there_is_none(name, words):
+    with pytest.raises(ValueError, match=f"^--{name} {words[0]} {words[1]}: .*--rollout local "):
+        check_options(flow_grpo.Args(rollout="local", **{name: words}))
+    check_options(flow_grpo.Args(rollout="vllm", **{name: words}))
+
+
+@pytest.mark.fast
 def test_a_vae_in_bf16_is_refused_where_the_engine_decodes():
     with pytest.raises(ValueError, match="^--vae_dtype bfloat16: .*--rollout local; .* VAE .* float32$"):
         check_options(flow_grpo.Args(vae_dtype="bfloat16"))

@@ -299,6 +299,8 @@ def test_a_module_that_cannot_get_a_lora_is_named(targets, message):
 def test_modules_of_an_option_beside_a_loras_file_are_refused():
     with pytest.raises(ValueError, match="^--lora_target_modules: .*--lora_path "):
         check_lora_modules(None, {"lora_path": "lora", "lora_target_modules": ("nosuch",)})
+    with pytest.raises(ValueError, match="^--lora_target_modules: .*--lora_rank 0 "):
+        check_lora_modules(None, {"lora_path": None, "lora_target_modules": ("to_q",)})
 
 
 def test_a_rank_that_vllm_has_no_layers_for_is_refused():
