@@ -15,6 +15,7 @@ from common.files.pictures import DECODING, StoredImage
 from common.rewards import reward_settings
 from common.rewards._networks import LOADED
 from common.rewards.ocr import COMPARISON
+from common.rewards.vlm_judge import QUESTION, QUESTION_OF_EDITS
 from common.run.record import digest, find_contents
 from common.run.resuming import resume_differences
 from common.scoring import Reward
@@ -73,6 +74,9 @@ def reward_protocol(names: Sequence[str], rewards: dict[str, Reward]) -> Protoco
     loaded = {name for name, _ in LOADED}  # digested by their tensors, whatever their files are
     hashed = loaded | {value for value in values.values() if Path(value).is_file()}  # a folder may be a server's
     rules = {"ocr_comparison": COMPARISON} if any(name.startswith("ocr") for name in names) else {}
+    judges = [of_reward for name, of_reward in settings.items() if name.partition(":")[0] == "vlm_judge"]
+    if not all(any(variable.endswith("_PROMPT") for variable in of_judge) for of_judge in judges):
+        rules["judge_questions"] = digest([QUESTION, QUESTION_OF_EDITS])
     return rules | {
         "rewards": list(rewards),
         "reward_networks": sorted(networks),

@@ -31,6 +31,7 @@ OF_THE_SCORE = (
     *("reward", "reward_weights", "eval_prompts", "max_prompts", "eval_images_per_prompt", "model", "dtype"),
     *("vae_dtype", "image_size", "num_frames", "max_sequence_length", "eval_num_inference_steps", "guidance_scale"),
     *("guidance_scale_2", "negative_prompt", "eval_guidance_scale", "base_weights", "best_by", "reward_frames"),
+    "family",
 )
 
 
@@ -171,7 +172,11 @@ def of_the_score(options: dict) -> dict:
     """{name: value} of the options and settings that the weighted total of an evaluation depends on."""
     found = {name: options.get(name) or None for name in OF_THE_SCORE}  # an older checkpoint lacks some
     settings = options.get("reward_settings", {})
-    for reward in (*options.get("reward", ()), *(options.get("eval_reward", ()) if found["best_by"] else ())):
+    watching = options.get("eval_reward", ())
+    if found["best_by"]:  # by a reward's name, of which another file may have one as well
+        best_by = found["best_by"].split("/")
+        found["eval_reward"] = [name for name in watching if name.rpartition(":")[2] in best_by]
+    for reward in (*options.get("reward", ()), *(watching if found["best_by"] else ())):
         for variable, value in (settings.get(reward) or settings.get(reward.rpartition(":")[2], {})).items():
             if not variable.endswith("_URL"):  # a server that has moved is not another judge
                 found[variable] = value

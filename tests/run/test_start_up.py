@@ -204,9 +204,19 @@ def test_another_score_is_not_compared_with_the_best_one_so_far(capfd):
     assert capfd.readouterr().err == "loaded c.pt\n"
     assert not report_resumed("c.pt", saved, saved | {"resume": "runs/other"})
     assert not report_resumed("c.pt", saved, saved | {"best_by": "val/ocr_contains/mean"})
+    assert not report_resumed("c.pt", saved, saved | {"family": "mine.py:Mine"})
     assert not report_resumed("c.pt", saved, saved | {"reward_weights": (2.0,)})
     told = r"loaded c\.pt; reward_weights: \[1\.0\] -> \[2\.0\]; reward_weights .*: best_adapter .*\n$"
     assert re.search(told, capfd.readouterr().err)
+
+
+@pytest.mark.fast
+def test_another_judge_of_the_same_name_is_another_score():
+    """Where it chooses the best; a reward that is only watched does not."""
+    saved = {"reward": ("ocr",), "eval_reward": ("a.py:judge.style", "b.py:other"), "resume": "latest"}
+    saved |= {"best_by": "val/judge.style/mean"}
+    assert report_resumed("c.pt", saved, saved | {"eval_reward": ["a.py:judge.style", "c.py:other"]})
+    assert not report_resumed("c.pt", saved, saved | {"eval_reward": ("c.py:judge.style", "b.py:other")})
 
 
 @pytest.mark.fast

@@ -246,6 +246,25 @@ def test_a_judge_in_a_folder_is_named_in_the_protocol(tmp_path, monkeypatch):
 
 
 @pytest.mark.fast
+def test_another_question_of_the_default_judge_is_another_protocol(tmp_path, monkeypatch):
+    """Not where a setting names a question, whose file has a digest of its own."""
+    monkeypatch.setattr(protocol, "QUESTION", question := tmp_path / "vlm_judge.txt")
+    reward = lambda images, prompts, metadata: [0.0]
+    reward.settings = ("VLM_JUDGE_PROMPT",)
+    (tmp_path / "mine.txt").write_text("{prompt}!")
+
+    def found(name):
+        question.write_text("{prompt}?")
+        before = protocol.reward_protocol([], {name: reward})
+        question.write_text("{prompt}??")
+        return before == protocol.reward_protocol([], {name: reward})
+
+    assert found("ocr") and not found("vlm_judge") and not found("vlm_judge:style")
+    monkeypatch.setenv("VLM_JUDGE_PROMPT", str(tmp_path / "mine.txt"))
+    assert found("vlm_judge")
+
+
+@pytest.mark.fast
 def test_a_processor_of_other_contents_in_the_same_folder_is_another_protocol(tmp_path, monkeypatch):
     monkeypatch.setenv("PICKSCORE_PROCESSOR", str(tmp_path))
     reward = lambda images, prompts, metadata: [0.0]
