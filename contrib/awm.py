@@ -3,7 +3,8 @@
 A policy gradient maximises the advantage times the log-probability of an image. Flow matching's loss is a bound on
 minus that log-probability, and AWM uses it instead: the model is drawn to better images and away from worse ones.
 We describe it as DiffusionNFT (2509.16117v2), from which it differs by the loss alone, and here by a KL that is off
-by default: everything that is not named below is in diffusion_nft.py, with its equations. Read `main`, at the end, first.
+by default: everything that is not named below is in diffusion_nft.py, with its equations. Read `main`, at the end,
+first.
 With v_target = noise - x0:
 
   1. Minus the error mean((v - v_target)^2) stands for an image's log-prob, that of `old` for the old log-prob.

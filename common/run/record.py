@@ -40,21 +40,23 @@ NUM_PIECES = 64  # of a large file
 LONGEST_DIFF = 2**20  # bytes
 # beside common/: a user's file in the same folder may have neighbours that a tool has imported
 OURS = (
-    *("assets", "benchmarks", "contrib", "tools"),
+    *("assets", "benchmarks", "contrib", "docs", "tests", "tools"),
     *("flow_grpo.py", "grpo_guard.py", "mix_grpo.py", "dpo_offline.py", "diffusion_nft.py"),
+    "nano_flow_grpo.py",
 )
 MOST_UNTRACKED = 1000  # names
 Contents = dict[str, str]  # what is read -> its size and digest
 
 
 # ---- what a run is made of -------------------------------------------------------------------------------------------
-def find_contents(options: dict[str, Any], code: Iterable[str] = ()) -> Contents:
+def find_contents(options: dict[str, Any], code: Iterable[str] = (), script: Path | str | None = None) -> Contents:
     """Size and digest of all that options name: {"--eval_prompts signs.txt": ..., "code/mine.py": ...}.
 
-    code: those of their values that name code. With --eval_only, without what training alone would read.
+    code: those of their values that name code. script: the run's, for what it imports. With --eval_only, without what
+    training alone would read.
     """
     found: Contents = {}
-    named = {f"code/{name}": file for name, file in user_code(code, options).items()}
+    named = {f"code/{name}": file for name, file in user_code(code, options, script).items()}
     for option in DATA:
         if options.get("eval_only") and option in ("train_prompts", "pairs", "records", "teachers"):
             continue
@@ -98,14 +100,16 @@ def is_question(variable: str) -> bool:
 def find_sources(script: Path | str) -> Contents:
     """Size and digest of the script, and of common/: {"source flow_grpo.py": ..., "source common/": ...}."""
     script = Path(script)
-    return {f"source {script.name}": digest([script]), "source common/": digest(sorted(COMMON.rglob("*.py")))}
+    files = [file for file in COMMON.rglob("*") if file.suffix in (".py", ".txt")]  # .txt: the questions of a judge
+    return {f"source {script.name}": digest([script]), "source common/": digest(sorted(files))}
 
 
-def user_code(code: Iterable[str], options: dict[str, Any]) -> dict[str, Path]:
-    """By name the files of `code`, file.py:function each, what these have imported from beside them, and the judge's
-    question, which options name. Names are paths from the checkout's root, otherwise from the working directory."""
+def user_code(code: Iterable[str], options: dict[str, Any], script: Path | str | None = None) -> dict[str, Path]:
+    """By name the files of `code`, file.py:function each, what these and the script have imported from beside them, and
+    the judge's question, which options name. Names are paths from the checkout's root, otherwise from the working
+    directory."""
     files = {file.resolve() for file in map(code_file, code) if file}
-    folders = {file.parent for file in files}
+    folders = {file.parent for file in files} | ({imports_from(script)} if script else set())
     is_beside: dict[str, bool] = {}  # by a module's first name: whether it lies in one of the folders
     for module in list(sys.modules.values()) if folders else []:  # thousands, of which few are a user's
         names = getattr(module, "__dict__", {})
@@ -128,6 +132,14 @@ def user_code(code: Iterable[str], options: dict[str, Any]) -> dict[str, Path]:
                 by_name[str(file.relative_to(root))] = file
                 break
     return dict(sorted(by_name.items()))
+
+
+def imports_from(script: Path | str) -> Path:
+    """From where the script imports files of its own: its folder, or what holds mine/ for `python -m mine.my_grpo`."""
+    script, main = Path(script).resolve(), sys.modules["__main__"]
+    runs = Path(getattr(main, "__file__", None) or "/").resolve() == script
+    package = [name for name in (runs and main.__package__ or "").split(".") if name]
+    return script.parents[len(package)]
 
 
 def is_own(file: Path) -> bool:
@@ -214,7 +226,7 @@ def create_run_folder(
         if diff:
             record[folder / f"uncommitted{suffix}.diff"] = diff
         record[folder / f"source{suffix}.py"] = Path(script).read_bytes()
-        for name, file in user_code(code, config).items():
+        for name, file in user_code(code, config, script).items():
             record[folder / f"code{suffix}" / name] = file.read_bytes()
     if suffix:
         return record

@@ -143,7 +143,7 @@ class Run:
             catch_stop_signals(args.max_minutes)
             _current_run.append(self)
             code = code_values(options, type(args))
-            found = find_contents(options, code) | find_sources(script) if self._writes else {}
+            found = find_contents(options, code, script) | find_sources(script) if self._writes else {}
             self.contents = gather_objects(found)[0]
             self._record = create_run_folder(self.folder, self.config, script, self.checkpoint, self.contents, code)
         trains = script and args.num_steps and not args.eval_only
@@ -377,7 +377,7 @@ class Run:
         state |= {"step": self.step, "args": self.config, "contents": self.contents, "format": FORMAT}
         state |= {"updates_per_step": self._updates_per_step}
         state |= {"best": self.best_score, "lowest": self._lowest_score, "best_step": self._best_step}
-        state |= {"unlogged": self.unlogged}
+        state |= {"unlogged": self.unlogged, "num_skipped": self._num_skipped}
         if self._rng_to_save:
             state["rng"] = gather_objects(self._rng_to_save)
         with self.timed("save_checkpoint"):  # after `log`: a resumed run cuts the log back to the checkpoint
@@ -421,6 +421,7 @@ class Run:
             self.print_message(f"best_adapter is of a step after {self.step}, and is chosen again")
         self._best_step = state["best_step"] if is_comparable else None
         self._saved_step = self.step
+        self._num_skipped = state.get("num_skipped", 0)  # an earlier checkpoint does not say it
         if self.args.resume == "latest":  # otherwise nothing stays of a start that was lost
             self._resumed_from = self._logged_to = self.step
         if self.args.resume == "latest" and state["unlogged"]:

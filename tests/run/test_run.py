@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import importlib
 import json
 import math
 import os
@@ -12,6 +13,7 @@ import time
 import types
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import flow_grpo
 from common import process
@@ -663,7 +665,7 @@ def test_a_run_keeps_the_users_code_and_digests_of_what_it_reads(tmp_path, monke
     options |= {"eval_prompts": "p.txt", "reward_settings": {"vlm_judge": {"VLM_JUDGE_PROMPT": "question.txt"}}}
     code = code_values(options, flow_grpo.Args)
     contents = find_contents(options, code)
-    create_run_folder(tmp_path / "run", options, __file__, None, contents, code)
+    create_run_folder(tmp_path / "run", options, Path(flow_grpo.__file__), None, contents, code)
     kept = {path.name for path in (tmp_path / "run" / "code").iterdir()}
     assert kept == {"mine.py", "mine_too.py", "besides_mine.py", "question.txt"}
     assert (tmp_path / "run" / "code" / "besides_mine.py").read_text() == "x = 1\n"
@@ -790,6 +792,22 @@ def test_a_resumed_run_keeps_the_first_record(tmp_path):
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("package", ["", "my_package"])
+def test_a_run_keeps_what_its_script_imports_from_beside_it(tmp_path, monkeypatch, package):
+    """As `python my_grpo.py` and as `python -m my_package.my_grpo`."""
+    folder = tmp_path / package
+    folder.mkdir(exist_ok=True)
+    for name in ("my_grpo", "my_losses", "unused"):
+        (folder / f"{name}.py").write_text("x = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    name = f"{package}.my_losses".lstrip(".")
+    monkeypatch.setitem(sys.modules, name, importlib.import_module(name))  # and away after the test
+    script = SimpleNamespace(__file__=str(folder / "my_grpo.py"), __package__=package)
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    assert find_contents({}, (), script.__file__).keys() == {f"code/{name.replace('.', '/')}.py"}
+
+
+@pytest.mark.fast
 def test_the_script_and_each_file_of_common_have_a_part_in_the_sources(tmp_path, monkeypatch):
     monkeypatch.setattr("common.run.record.COMMON", tmp_path / "common")
     script = tmp_path / "mine.py"
@@ -801,6 +819,9 @@ def test_the_script_and_each_file_of_common_have_a_part_in_the_sources(tmp_path,
     before = find_sources(script)
     (tmp_path / "common" / "b.pyc").write_text("no source")
     assert list(changed_contents(before, find_sources(script))) == []
+    (tmp_path / "common" / "question.txt").write_text("{prompt}?")
+    assert list(changed_contents(before, find_sources(script))) == [("source common/", False)]
+    before = find_sources(script)
     inner.write_text("a = 2\n")
     assert list(changed_contents(before, find_sources(script))) == [("source common/", False)]
     script.write_text("mine = 2\n")
