@@ -24,17 +24,23 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from common.files import saved_checkpoints
 from common.process import STOP_SIGNALS
+from common.run.option_files import OF_THE_LORA, words_of_file
 from common.run.plots import read_metrics
+from common.run.recorded_options import as_recorded
 from common.run.resuming import EXPECTED_TO_DIFFER, newest_record
 from tools.plan import load_script
 
+import tyro
+
 RUNS = Path("runs")
+CHOSEN = ("micro_batch_size", "shard_ranks")  # by a run, for its GPUs and ranks; they change rounding alone
 
 
 class SweptRun(NamedTuple):
@@ -140,30 +146,70 @@ def steps_of(name: str) -> tuple[int, int]:
 
 
 def is_finished(run: SweptRun) -> bool:
-    """Whether a run has logged its last step, by the command's --num_steps if it has one, and saved its checkpoint."""
+    """Whether a run has logged its last step, by the num_steps of the command and its --args if they have it, and saved
+    its checkpoint. Raises as options_with_file."""
     last, asked = steps_of(run.name)
-    if "--num_steps" in run.options:
+    if asked and "args" in split_options(of_script(run.options)):
+        asked = options_with_file(run)["num_steps"]
+    elif "--num_steps" in run.options:
         asked = int(run.options[run.options.index("--num_steps") + 1])
     return last >= asked > 0 and (RUNS / run.name / f"checkpoints/step_{last:06d}.pt").is_file()
 
 
+def of_script(words: Sequence[str]) -> list[str]:
+    """The words of a command from the first option on."""
+    return list(itertools.dropwhile(lambda word: not word.startswith("--"), words))
+
+
+def options_with_file(run: SweptRun) -> dict[str, Any]:
+    """{name: value} of all options to which the command of a run that has begun and the file of its --args come now.
+
+    Those of a recipe are in the command that the run has recorded.
+
+    Raises:
+        ValueError: the script or the file cannot be read, or an option of the file is not the script's.
+    """
+    script, *recorded = shlex.split(json.loads((RUNS / run.name / "args.json").read_text())["command"])
+    is_recipe = run.start[0] == "bash"
+    options = (split_options(of_script(recorded)) if is_recipe else {}) | {"args": []}
+    options |= split_options(of_script(run.options))
+    files = options.pop("args")
+    words = [word for name, values in options.items() for word in (f"--{name}", *values)]
+    module = load_script(script)
+    for file in files:
+        words = words_of_file(file, module.Args, words, options.get("trust_code") == ["True"]) + words
+    try:
+        given = tyro.cli(module.Args, args=words, use_underscores=True, config=(tyro.conf.FlagConversionOff,))
+    except SystemExit:
+        raise ValueError(f"--args {' '.join(files)}: an option has a value that it does not take") from None
+    # what a script's own `check` changes; a recipe's counts the ranks, which are not known here
+    return as_recorded(asdict(given if is_recipe else module.check(given)), module.Args)
+
+
 def has_this_command(run: SweptRun) -> bool:
     """Whether a run was started with the command's options, but for those that may differ, such as --num_steps; a
-    recipe has more. Not if its record cannot be read."""
+    recipe has more. With a file of --args all options count that the run has recorded, as the file may have changed.
+    Not if its record cannot be read. Raises as options_with_file."""
     try:
-        recorded = shlex.split(json.loads((RUNS / run.name / "args.json").read_text())["command"])
+        record = json.loads((RUNS / run.name / "args.json").read_text())
+        options, recorded = dict(record["args"]), shlex.split(record["command"])
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    started: dict[str, list[str]] = {}
-    asked: dict[str, list[str]] = {}
-    for words, options in ((recorded, started), (run.options, asked)):
-        of_script = itertools.dropwhile(lambda word: not word.startswith("--"), words)
-        options.update({k: v for k, v in split_options([*of_script]).items() if k not in EXPECTED_TO_DIFFER})
-    return asked == {name: started.get(name) for name in asked} if run.start[0] == "bash" else asked == started
+    started, asked = (split_options(of_script(words)) for words in (recorded, run.options))
+    has_file = "args" in started or "args" in asked
+    started, asked = ({k: v for k, v in of.items() if k not in EXPECTED_TO_DIFFER} for of in (started, asked))
+    if asked != ({name: started.get(name) for name in asked} if run.start[0] == "bash" else started):
+        return False
+    if not has_file:
+        return True
+    now = json.loads(json.dumps(options_with_file(run), default=str))
+    left_out = {*EXPECTED_TO_DIFFER, *CHOSEN, *(OF_THE_LORA if now["lora_path"] else ())}
+    return all(options[name] == now[name] for name in (options.keys() & now.keys()) - left_out)
 
 
 def is_of_another(run: SweptRun) -> bool:
-    """Whether another command has begun a run of this name, which --resume latest would continue."""
+    """Whether another command has begun a run of this name, which --resume latest would continue. Raises as
+    options_with_file."""
     folder = RUNS / run.name
     return bool(saved_checkpoints(folder)) and (folder / "args.json").is_file() and not has_this_command(run)
 
@@ -180,6 +226,12 @@ def run_all(runs: Sequence[SweptRun], devices: Sequence[str]) -> dict[str, str]:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGINT)  # it finishes its step and saves
         raise KeyboardInterrupt
+
+    def end_of(run: SweptRun) -> str:
+        try:
+            return start(run)
+        except (ValueError, OSError) as error:  # of a file of --args
+            return str(error)
 
     def start(run: SweptRun) -> str:
         if is_of_another(run):
@@ -212,7 +264,7 @@ def run_all(runs: Sequence[SweptRun], devices: Sequence[str]) -> dict[str, str]:
             signal.signal(number, stop)
     with ThreadPoolExecutor(len(devices) or 1) as pool:
         try:
-            return dict(zip([run.name for run in runs], pool.map(start, runs), strict=True))
+            return dict(zip([run.name for run in runs], pool.map(end_of, runs), strict=True))
         except KeyboardInterrupt:
             pool.shutdown(cancel_futures=True)
             raise SystemExit("tools.sweep: interrupted; the same command goes on") from None

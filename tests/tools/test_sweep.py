@@ -1,11 +1,17 @@
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
+import flow_grpo
+from common.run import parse_args
+from common.run.recorded_options import as_recorded
+from tests.conftest import ROOT
 from tools import sweep
 
 import pytest
@@ -121,6 +127,70 @@ def test_a_run_that_another_command_began_is_not_continued(tmp_path, monkeypatch
     assert sweep.run_all([same], devices=[]) == {"a": "failed with 1: see runs/a.log"}
     (folder / "checkpoints" / "step_000001.pt").unlink()  # nothing that would be continued
     assert sweep.run_all([run], devices=[]) == {"a": "failed with 1: see runs/a.log"}
+
+
+def begun(script: Path, *words: str, recipe: tuple[str, ...] = ()) -> sweep.SweptRun:
+    """A run of a copy of flow_grpo.py that has taken its steps, recorded as the script records it. recipe: the options
+    of the recipe that has started it."""
+    given = ["--name", "a", *words]
+    args = flow_grpo.check(parse_args(flow_grpo.Args, "", [*recipe, *given]))
+    folder = Path("runs") / "a"
+    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    (folder / "checkpoints" / f"step_{args.num_steps:06d}.pt").touch()
+    (folder / "metrics.jsonl").write_text(json.dumps({"training/global_step": args.num_steps}))
+    record = {"args": as_recorded(asdict(args), flow_grpo.Args) | {"reward_settings": {}}}
+    record["command"] = shlex.join([str(script), *recipe, *given])
+    (folder / "args.json").write_text(json.dumps(record))
+    start = ["bash", "recipe.sh"] if recipe else [sys.executable, "-c", "raise SystemExit(1)"]
+    return sweep.SweptRun("a", "g", start, [*given, "--resume", "latest"])
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """A copy of flow_grpo.py in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_bytes((ROOT / "flow_grpo.py").read_bytes())
+    return tmp_path / "mine.py"
+
+
+ENDS = [
+    ("kl_coef: 0.5\nnum_steps: 2\n", "finished before"),
+    ("num_steps: 2\nkl_coef: 0.50\n", "finished before"),  # the same values
+    ("kl_coef: 0.4\nnum_steps: 2\n", "of another command: see runs/a/args.json"),
+    ("num_steps: 2\n", "of another command: see runs/a/args.json"),  # the script's own kl_coef
+    ("kl_coef: 0.5\nnum_steps: 2\nseed: 7\n", "of another command: see runs/a/args.json"),
+    ("kl_coef: 0.5\nnum_steps: 3\nkeep_checkpoints: 1\n", "failed with 1: see runs/a.log"),  # goes on, as its steps may
+    ("kl_coef: 0.5\nnum_step: 2\n", "--args mine.yaml: no such option: num_step; take it out of the file"),
+    ("kl_coef: much\nnum_steps: 2\n", "--args mine.yaml: an option has a value that it does not take"),
+]
+
+
+@pytest.mark.parametrize(("content", "end"), ENDS)
+@pytest.mark.parametrize("is_another_file", [False, True])
+def test_a_file_of_options_counts_by_what_it_holds_now(content, end, is_another_file, script):
+    """Edited in place, or another file."""
+    Path("mine.yaml").write_text("kl_coef: 0.5\nnum_steps: 2\n")
+    run = begun(script, "--args", "mine.yaml")
+    if is_another_file:
+        Path("mine.yaml").rename("old.yaml")
+        record = json.loads(Path("runs/a/args.json").read_text())
+        record["command"] = record["command"].replace("mine.yaml", "old.yaml")
+        Path("runs/a/args.json").write_text(json.dumps(record))
+    Path("mine.yaml").write_text(content)
+    assert sweep.run_all([run], devices=[]) == {"a": end}
+
+
+def test_options_stand_in_a_file_or_in_the_command(script):
+    """A run without the file that it began with has not its options, and a recipe's win over a file's."""
+    Path("mine.yaml").write_text("kl_coef: 0.5\nnum_steps: 2\n")
+    run = begun(script, "--args", "mine.yaml")
+    assert not sweep.has_this_command(run._replace(options=["--name", "a", "--num_steps", "2"]))
+    run = begun(script, "--args", "mine.yaml", recipe=("--kl_coef", "0.3", "--num_steps", "4"))
+    assert sweep.run_all([run], devices=[]) == {"a": "finished before"}
+    Path("mine.yaml").write_text("kl_coef: 0.6\nnum_steps: 9\n")
+    assert sweep.run_all([run], devices=[]) == {"a": "finished before"}
+    Path("mine.yaml").write_text("learning_rate: 0.6\n")
+    assert sweep.run_all([run], devices=[]) == {"a": "of another command: see runs/a/args.json"}
 
 
 def test_more_steps_are_a_run_that_goes_on_and_a_cut_log_is_no_end(tmp_path, monkeypatch):
