@@ -14,13 +14,23 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from common.cpu import repair_torchvision
 from common.errors import RunError, error_prefix
 from common.files import atomic_file, writing
 from common.models import family_class, has_two_transformers
 from common.models.loading import load_pipeline
-from common.weights.adapter_files import TEXT_ENCODERS, check_kind, find_file, is_alpha, read_file, translate
+from common.weights.adapter_files import (
+    KEY,
+    PARTS,
+    TEXT_ENCODERS,
+    check_kind,
+    find_file,
+    is_alpha,
+    read_file,
+    translate,
+)
 from common.weights.lora import linear_shapes
 
 import torch
@@ -115,20 +125,53 @@ def read_matrices(path: str | Path, model: str) -> dict[str, Matrices]:
     encoders = [key for key in tensors if TEXT_ENCODERS.match(key)]
     if encoders:
         print(f"left out: {len(encoders)} tensors of text encoders")
-    weights, alphas = translate({key: tensor for key, tensor in tensors.items() if key not in encoders}, model)
+    tensors = {key: tensor for key, tensor in tensors.items() if key not in encoders}
+    if alpha_pattern:
+        with error_prefix("alpha_pattern"):
+            tensors = alphas_by_pattern(tensors, alpha_pattern, settings.get("lora_alpha")) | tensors
+    weights, alphas = translate(tensors, model)
     found: dict[str, Matrices] = {}
     for module in sorted({name.rpartition(".lora_")[0] for name in weights}):
         a = weights.get(f"{module}.lora_A.weight")
         b = weights.get(f"{module}.lora_B.weight")
         if a is None or b is None or b.shape[1] != len(a):
             raise ValueError(f"{module}: its lora_A and lora_B are not of one rank, or one is missing")
-        alpha = alphas.get(module, alpha_pattern.get(module, settings.get("lora_alpha", len(a))))
+        alpha = alphas.get(module, settings.get("lora_alpha", len(a)))
         if not is_alpha(alpha):
             raise ValueError(f"{module}: its alpha, {alpha}, is not one number above 0")
         root = len(a) ** 0.5 if settings.get("use_rslora") else len(a)
         found[module] = (a, b * (alpha / root))
     rank = max(len(a) for a, _ in found.values())
     return {module: padded(a, b, rank) for module, (a, b) in found.items()}
+
+
+def alphas_by_pattern(
+    tensors: Mapping[str, torch.Tensor], patterns: Mapping[str, Any], lora_alpha: Any
+) -> dict[str, torch.Tensor]:
+    """{key: alpha} of every module, where a file without peft's alpha_pattern has them.
+
+    patterns: {end of a module's name, or a regular expression of it: alpha}, by the names that stand in the file behind
+    its prefix. lora_alpha: of the modules that no pattern fits; None: their ranks.
+
+    Raises:
+        ValueError: a pattern fits no module, or an alpha is no number above 0.
+    """
+    from peft.utils.other import get_pattern_key  # slow
+
+    matches = [match for match in map(KEY.fullmatch, tensors) if match and PARTS.get(match[2], match[2]) == "lora_A"]
+    for pattern in patterns:
+        with error_prefix(pattern, re.error):
+            fits = any(get_pattern_key([pattern], match[1]) == pattern for match in matches)
+        if not fits:
+            raise ValueError(f"{pattern}: fits the name of no module in the file")
+    found = {}
+    for match in matches:
+        rest = len(tensors[match.string]) if lora_alpha is None else lora_alpha
+        alpha = patterns.get(get_pattern_key(list(patterns), match[1]), rest)
+        if not is_alpha(alpha):
+            raise ValueError(f"{match[1]}: its alpha, {alpha}, is not one number above 0")
+        found[f"{match.string[: match.end(1)]}.alpha"] = torch.tensor(float(alpha))
+    return found
 
 
 def padded(a: torch.Tensor, b: torch.Tensor, rank: int) -> Matrices:

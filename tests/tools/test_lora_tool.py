@@ -10,7 +10,7 @@ from common.weights.adapter_files import read_lora
 from common.weights.lora import linear_shapes, save_weights
 from common.weights.policy import tensors_on_rank_0
 from tests.comfyui_names import BY_DIFFUSERS_NAME, BY_OWN_NAME, names_in_a_file, starred
-from tests.conftest import EMBEDDED, policy_without_fsdp
+from tests.conftest import EMBEDDED, embedded_model, policy_without_fsdp
 from tests.tiny_models import make_checkpoint
 from tools import lora
 
@@ -413,6 +413,60 @@ def test_convert_gives_one_rank_and_one_alpha_and_drops_encoders(tmp_path, capsy
         lora.main(["convert", str(tmp_path / "in.safetensors"), str(out), "--model", MODEL])
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("use_rslora", [False, True])
+@pytest.mark.parametrize(
+    "alpha_pattern",
+    [
+        {"attn.to_q": 64},  # the end of names
+        {r"transformer_blocks\.[01]\.attn\.to_(q|k)": 2.5, "to_out.0": 8},  # an expression
+        {"transformer_blocks.1.attn.to_q": 8, "to_q": 64},  # both fit one
+        {"to_out.0": 3, ".*": 5},
+    ],
+)
+def test_alphas_by_pattern_are_pefts(tmp_path, alpha_pattern, use_rslora):
+    """What peft adds to each module by an adapter of two ranks that it has written and read."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    targets = ["attn.to_q", "attn.to_k", "to_out.0"]
+    settings = LoraConfig(
+        r=4,
+        lora_alpha=4,
+        rank_pattern={"to_k": 2},
+        alpha_pattern=alpha_pattern,
+        target_modules=targets,
+        use_rslora=use_rslora,
+        init_lora_weights=False,
+    )
+    get_peft_model(embedded_model().transformer, settings).save_pretrained(tmp_path / "adapter")
+    read = PeftModel.from_pretrained(embedded_model().transformer, tmp_path / "adapter")  # patterns are sorted in it
+    expected = {}
+    for name, layer in read.base_model.model.named_modules():
+        if hasattr(layer, "lora_A") and layer.lora_A:
+            expected[name] = layer.get_delta_weight("default")
+    found = lora.read_matrices(tmp_path / "adapter", MODEL)
+    assert found.keys() == expected.keys()
+    for module, (a, b) in found.items():
+        torch.testing.assert_close(b @ a, expected[module], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.fast
+def test_alphas_by_pattern_are_found_by_the_names_in_the_file(tmp_path):
+    """Whose modules diffusers' converter renames, and splits: here q, k and v in one matrix."""
+    model = str(make_checkpoint("flux", tmp_path / "flux"))
+    inner = linear_shapes(model)["transformer_blocks.0.attn.to_q"][1]
+    a, b = torch.randn(2, inner), torch.randn(3 * inner, 2)
+    key = "lora_unet_double_blocks_0_img_attn_qkv"
+    (tmp_path / "in").mkdir()
+    save_file({f"{key}.lora_down.weight": a, f"{key}.lora_up.weight": b}, tmp_path / "in" / "adapter_model.safetensors")
+    settings = {"r": 2, "lora_alpha": 2, "alpha_pattern": {".*_img_attn_qkv": 8}}
+    (tmp_path / "in" / "adapter_config.json").write_text(json.dumps(settings))
+    found = lora.read_matrices(tmp_path / "in", model)
+    for i, part in enumerate("qkv"):
+        of_part, to_b = found[f"transformer_blocks.0.attn.to_{part}"]
+        torch.testing.assert_close(to_b @ of_part, 4 * b[i * inner :][:inner] @ a, rtol=1e-4, atol=1e-4)
+
+
 NESTED = "[" * 100_000
 PAIR = {"transformer.m.lora_A.weight": torch.ones(2, 2), "transformer.m.lora_B.weight": torch.ones(2, 2)}
 SCALED = PAIR | {"transformer.m.lora_B.weight": torch.full((2, 2), 3e38)}
@@ -426,6 +480,9 @@ SCALED = PAIR | {"transformer.m.lora_B.weight": torch.full((2, 2), 3e38)}
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "{}", ".* LoRA .*: "),
         (PAIR, NESTED, ".* LoRA .*: "),
         (PAIR, '{"alpha_pattern": 3}', ".* LoRA .*: "),
+        (PAIR, '{"alpha_pattern": {"to_q": 4}}', "alpha_pattern: to_q: "),
+        (PAIR, '{"alpha_pattern": {"m": 4, "(": 2}}', r"alpha_pattern: \(: "),
+        (PAIR, '{"alpha_pattern": {"m": "8"}}', "alpha_pattern: m: .* 8, .* 0$"),
         (PAIR, '{"lora_alpha": NaN}', "m: .* nan, .* 0$"),
         (PAIR, '{"lora_alpha": "8"}', "m: .* 8, .* 0$"),
         (dict(list(PAIR.items())[1:]), "{}", "m: .* lora_A .* lora_B "),
