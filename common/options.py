@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from enum import Flag, auto
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
 ASSETS = Path(__file__).parents[1] / "assets"
 
@@ -91,10 +91,6 @@ class SharedArgs:
 
     It may change a default, or a unit: DPO's micro_batch_size counts pairs.
     """
-
-    together: ClassVar[int | str] = (
-        1  # a pass has a multiple of so many images, or of what the option of this name says
-    )
 
     # ---- run
     name: str = ""
@@ -267,6 +263,11 @@ class SharedArgs:
     def run_folder(self) -> Path:
         """The folder of this run."""
         return Path("runs") / self.name
+
+    @property
+    def together(self) -> int:
+        """--micro_batch_size is a multiple of it."""
+        return 1
 
     @property
     def order_seed(self) -> int | None:

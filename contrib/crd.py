@@ -81,8 +81,6 @@ if TYPE_CHECKING:
 
 @dataclass
 class Args(EngineArgs):  # and the shared options, in common/options.py; parse_args refuses values beyond a Bound
-    together = "group_size"  # a pass has whole groups
-
     # ---- run
     name: str = "crd"
     """the run's folder is runs/<name>, or an absolute path; it must not hold a run yet, unless you resume it"""
@@ -141,6 +139,11 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
     whole; lowered to a rank's share of a mini-batch, which it must divide"""
     learning_rate: NonNegativeFloat = 1e-3
     """learning rate of AdamW (Flow-GRPO: 3e-4)"""
+
+    @property
+    def together(self) -> int:
+        """--micro_batch_size is a multiple of it: a pass has whole groups."""
+        return self.group_size
 
 
 # ==== 2 SETUP =========================================================================================================

@@ -103,8 +103,6 @@ from torch.optim import AdamW
 
 @dataclass
 class Args(SharedArgs):  # and the shared options, in common/options.py; parse_args refuses values beyond a Bound
-    together = "group_size"  # a pass has whole groups
-
     # ---- run
     name: str = "tdm_r1"
     """the run's folder is runs/<name>, or an absolute path; it must not hold a run yet, unless you resume it"""
@@ -172,6 +170,11 @@ class Args(SharedArgs):  # and the shared options, in common/options.py; parse_a
     what a rank has"""
     learning_rate: NonNegativeFloat = 5e-4
     """learning rate of the student's AdamW (TDM-R1: 7.5e-5)"""
+
+    @property
+    def together(self) -> int:
+        """--micro_batch_size is a multiple of it: a pass has whole groups."""
+        return self.group_size
 
 
 # ==== 2 SETUP =========================================================================================================

@@ -81,8 +81,6 @@ if TYPE_CHECKING:
 
 @dataclass
 class Args(EngineArgs):  # and the shared options, in common/options.py; parse_args refuses values beyond a Bound
-    together = "pairs_per_prompt"  # a pass has all pairs of its images
-
     # ---- run
     name: str = "v_grpo"
     """the run's folder is runs/<name>, or an absolute path; it must not hold a run yet, unless you resume it"""
@@ -124,6 +122,11 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
     a local sampling batch; lowered to a mini-batch's share"""
     learning_rate: NonNegativeFloat = 3e-3
     """learning rate of AdamW (paper: 3e-4)"""
+
+    @property
+    def together(self) -> int:
+        """--micro_batch_size is a multiple of it: a pass has all pairs of its images."""
+        return self.pairs_per_prompt
 
 
 # ==== 2 SETUP =========================================================================================================

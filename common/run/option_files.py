@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -79,7 +80,7 @@ def words_of_file(path: str, args_class: type[SharedArgs], argv: Sequence[str], 
         if is_record:
             check_format(given, "the file")
             has_lora = given["args"].get("lora_path") and "lora_path" not in given_options(argv)
-            left_out = (*OF_ONE_START, *(OF_THE_LORA if has_lora else ()))
+            left_out = (*OF_ONE_START, *(OF_THE_LORA if has_lora else ()), *({"guidance_scale"} - hints.keys()))
             given = {name: value for name, value in given["args"].items() if name not in left_out}
         unknown = [str(name) for name in given if name not in hints or name == "args"]
         if unknown:
@@ -166,15 +167,15 @@ def _options_of_checkpoint(args: SharedArgs, state: dict[str, Any], argv: Sequen
         left_out += ("shard_ranks",)
     elif before != now:
         left_out += OF_ITS_RANKS
-        together = args.together  # of the options that the run will have
-        if isinstance(together, str):
-            together = getattr(args, together) if together in given_options(argv) else saved[together]
+        own = {name: value for name, value in saved.items() if name in vars(args).keys() - given_options(argv)}
+        together = replace(args, **own).together  # of the options that the run will have
         saved["micro_batch_size"] = fit_to_ranks(state["args"]["micro_batch_size"], before, now, together)
         is_other = saved["micro_batch_size"] != state["args"]["micro_batch_size"]
         if is_other and "micro_batch_size" not in given_options(argv):
             told = "a size that divides in any case: pass another that does"
             print_message(f"{now} ranks in place of {before}: --micro_batch_size {saved['micro_batch_size']}, {told}")
     left_out += tuple(given_options(argv))
+    left_out += tuple({"guidance_scale"} - vars(args).keys())  # recorded of a fork that calls its option otherwise
     recorded = {name: value for name, value in saved.items() if name not in left_out}
     if "reward" not in recorded and "reward" in state["args"]:
         trained = as_recorded({"reward": args.reward}, type(args))["reward"]

@@ -107,6 +107,8 @@ class Run:
         self.folder = args.run_folder
         # the options as they are recorded, in args.json, in checkpoints and in wandb
         options = asdict(args) | {"reward_settings": reward_settings(rewards)}
+        if workload and workload.guidance_scale != 1:  # a fork may call its option otherwise, and the tools read this
+            options.setdefault("guidance_scale", workload.guidance_scale)
         self.config = as_recorded(options, type(args))
         # rank 0's: each rank has looked for itself, and disks need not agree at once
         self.checkpoint = gather_objects(checkpoint)[0] if script else checkpoint

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import flow_grpo
 from common.files.checkpoints import FORMAT
+from common.options import SharedArgs
 from common.run.command_line import parse_args
 from common.run.option_files import without_rewards
 
@@ -48,6 +49,17 @@ def test_a_runs_options_are_read_back_and_what_is_given_wins(file, write, here):
     assert vars(again) == vars(first) | {"args": file}
     given = parse("--args", file, "--name", "other", "--kl_coef", 0, "--reward", "ocr")
     assert vars(given) == vars(first) | {"args": file, "name": "other", "kl_coef": 0.0, "reward": ("ocr",)}
+
+
+def test_a_recorded_guidance_that_is_no_option_of_the_script_is_left_out(here, monkeypatch):
+    """Of a fork that calls its own otherwise: from its args.json, and from its checkpoint."""
+    args = vars(parse_args(SharedArgs, "", ["--seed", "7", "--name", "mine"])) | {"guidance_scale": 2.0}
+    (here / "args.json").write_text(json.dumps({"format": FORMAT, "args": args}))
+    assert parse_args(SharedArgs, "", ["--args", "args.json"]).seed == 7
+    monkeypatch.setattr("common.run.resuming.checkpoint_of", lambda run: run)
+    state = {"args": args, "rng": [{}], "step": 3}
+    monkeypatch.setattr("common.run.option_files.load_checkpoint", lambda run: state)
+    assert parse_args(SharedArgs, "", ["--resume", "runs/mine", "--name", "other"]).seed == 7
 
 
 def test_the_file_may_stand_behind_an_equals_sign(here):

@@ -646,6 +646,15 @@ def test_the_settings_of_rewards_are_recorded_and_no_key(tmp_path, monkeypatch):
 
 
 @pytest.mark.fast
+def test_the_guidance_of_a_fork_is_recorded_by_the_name_that_others_read(tmp_path):
+    """Where its own option is called otherwise. A script without guidance has none."""
+    args = SharedArgs(name=str(tmp_path))
+    guided = Run(args, {}, workload=replace(small_workload(), guidance_scale=2.0))
+    assert guided.config["guidance_scale"] == 2
+    assert "guidance_scale" not in Run(args, {}, workload=small_workload()).config
+
+
+@pytest.mark.fast
 def test_a_run_keeps_the_users_code_and_digests_of_what_it_reads(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("mine", "mine_too"):
