@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from common.cpu import repair_torchvision
-from common.errors import RunError, error_prefix
+from common.errors import RunError, error_prefix, reason, truncate
 from common.files import count_sources, read_prompts
 from common.models import find_family
 from common.plan import Blueprint, measure, planned_run, work
@@ -81,7 +81,7 @@ def load_script(path: str) -> ModuleType:
     """A training script as a module, from its file, wherever that is. Nothing runs.
 
     Raises:
-        ValueError: there is no such file, or it is not built like our scripts.
+        ValueError: there is no such file, it cannot be imported, or it is not built like our scripts.
     """
     file = Path(path)
     name = f"planned_{file.stem}"  # a name that no module of the project has
@@ -90,7 +90,13 @@ def load_script(path: str) -> ModuleType:
         raise ValueError(f"{path}: no such script")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # where dataclasses and type hints look for it
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever the file does at import
+        told = f"{type(error).__name__}: {reason(error)}"
+        if isinstance(error, ImportError) and "relative import" in str(error):
+            told += "; import it absolutely, as the tools load a script by its path"
+        raise ValueError(truncate(f"{path}: cannot be imported: {told}")) from error
     for needed in ("Args", "check", "workload"):
         if not hasattr(module, needed):
             raise ValueError(f"{path}: has no {needed}; a script that can be planned has Args, check and workload")

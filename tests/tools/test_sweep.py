@@ -12,7 +12,7 @@ import flow_grpo
 from common.run import parse_args
 from common.run.recorded_options import as_recorded
 from tests.conftest import ROOT
-from tools import sweep
+from tools import plan, sweep
 
 import pytest
 
@@ -76,6 +76,28 @@ def test_a_recipe_of_several_scripts_has_its_script_behind_it(in_checkout):
 def test_what_cannot_be_swept_is_one_line(script, words, told, in_checkout):
     with pytest.raises(ValueError, match=told):
         sweep.plan_runs(script, words.split(), [1])
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("from .losses import x", "ImportError: .*relative import.*; import it absolutely, as the tools load "),
+        ("from common.errors import moved", "ImportError: cannot import name 'moved' from 'common.errors'"),
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'$"),
+        ("def check(args:\n    return args", r"SyntaxError: .*\(mine.py, line "),
+        ("1 / 0", "ZeroDivisionError: division by zero$"),
+    ],
+)
+@pytest.mark.parametrize("tool", ["plan", "sweep"])
+def test_a_script_that_cannot_be_imported_is_one_line(tool, code, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(code)
+    with pytest.raises(SystemExit, match=f"^tools.{tool}: error: mine.py: cannot be imported: {told}") as ended:
+        if tool == "plan":
+            plan.main(["cpu", "mine.py"])
+        else:
+            sweep.main(["--print_only", "--", "mine.py", "--kl_coef", "0.1", "0.2"])
+    assert "\n" not in ended.value.code
 
 
 WRITES_A_RUN = """
