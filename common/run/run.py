@@ -443,12 +443,18 @@ class Run:
         score = float(metrics[name])
         self._lowest_score = min(self._lowest_score, score)
         if score > self.best_score:
-            if self._writes:  # first: after a kill between the two the adapter is chosen again
-                with atomic_file(self.folder / "best_adapter" / "best.json") as temporary:
-                    temporary.write_text(json.dumps({"step": self.step, name: score}) + "\n")
+            best = {"step": self.step, name: score}
+            self._write_best(best | {"is_saved": False})  # first: after a kill the adapter is chosen again
             save_policy(self.folder / "best_adapter", model, policy, self.args.dtype)
+            self._write_best(best)
             self.best_score = score
             self._best_step = self.step
+
+    def _write_best(self, best: dict[str, Any]) -> None:
+        """best.json says which evaluation best_adapter/ is of; "is_saved" is False there until its weights are."""
+        if self._writes:
+            with atomic_file(self.folder / "best_adapter" / "best.json") as temporary:
+                temporary.write_text(json.dumps(best) + "\n")
 
     def repair_adapter(self, model: Family, policy: str) -> None:
         """Write adapter/ again where a resumed run has all its steps: a kill may have come between its last checkpoint

@@ -572,6 +572,30 @@ def test_the_best_adapter_is_that_of_the_highest_total_or_best_by(best_by, tmp_p
     assert re.match(f".* 2, .*{tmp_path}/best_adapter\n", capsys.readouterr().out)
 
 
+@pytest.mark.fast
+def test_a_best_adapter_that_is_not_yet_saved_is_marked(tmp_path, one_rank, own_handlers, monkeypatch):
+    """The disk is full, or a kill comes, before the weights of the better step: a resume chooses them again."""
+    run = new_run(tmp_path, script=__file__, num_steps=4, resume="latest")
+    file = tmp_path / "best_adapter" / "best.json"
+    monkeypatch.setattr("common.run.run.save_policy", lambda *given: None)
+    run.step = 1
+    run.save_if_best("model", "ema", {"val/weighted_total/mean": 0.25})
+    assert json.loads(file.read_text()) == {"step": 1, "val/weighted_total/mean": 0.25}
+    save_checkpoint(tmp_path, 2, NOTHING_YET | {"step": 2, "best": 0.25, "best_step": 1, "args": run.config}, 3)
+
+    def full(*given):
+        raise RunError("no space left")
+
+    monkeypatch.setattr("common.run.run.save_policy", full)
+    run.step = 3
+    with pytest.raises(RunError, match="no space"):
+        run.save_if_best("model", "ema", {"val/weighted_total/mean": 0.5})
+    assert json.loads(file.read_text()) == {"step": 3, "val/weighted_total/mean": 0.5, "is_saved": False}
+    again = new_run(tmp_path, script=__file__, num_steps=4, resume="latest", checkpoint=saved_checkpoints(tmp_path)[-1])
+    again.load_checkpoint()
+    assert again.best_score == -math.inf  # of step 1, whose weights a kill may have replaced
+
+
 def test_without_a_difference_no_step_is_the_best(tmp_path, monkeypatch, capsys):
     """Not even after a resume; relative rewards have no total, and nothing is saved."""
     saved = []
