@@ -73,7 +73,8 @@ class Policy(NamedTuple):
 
 
 def find_policy(run: Path, is_best: bool) -> Policy:
-    """A run's adapter/ or best_adapter/. ValueError: it has none, or it is of step 0 or of a step that is not known."""
+    """A run's adapter/ or best_adapter/. ValueError: it has none, or they are of step 0 or of a step that
+    is not known."""
     folder = run / ("best_adapter" if is_best else "adapter")
     policy = Policy(folder, 0, is_lora=any((folder / name).is_file() for name in LORA_FILES.values()))
     if not policy.files:
@@ -82,6 +83,9 @@ def find_policy(run: Path, is_best: bool) -> Policy:
     if not 0 < step < math.inf:
         what = "from before training, which changes nothing" if step == 0 else "of a step that is not known"
         raise ValueError(f"{folder}: its weights are {what}")
+    if is_best and not json.loads((folder / "best.json").read_text(encoding="utf-8")).get("is_saved", True):
+        told = f"the run has not saved those of step {step:g}: if it has ended, resume it, which chooses again"
+        raise ValueError(f"{folder}: its weights may be of an earlier step, as {told}")
     return policy._replace(step=int(step))
 
 

@@ -273,6 +273,12 @@ def test_the_best_adapter_is_that_of_its_evaluation(run):
     assert "for 1 step " in card.text and "highest" in card.text
 
 
+def test_a_best_adapter_whose_save_was_cut_is_not_shared(run):
+    """best.json is written first: its weights would be called those of another step."""
+    (run / "best_adapter" / "best.json").write_text('{"step": 1, "is_saved": false}')
+    assert re.search("/best_adapter: .* step 1: .* resume ", refused(run, "--license", "mit", "--best"))
+
+
 @pytest.mark.parametrize(("phase", "step"), [("gen", 1), ("stopped", 2)])
 def test_the_last_adapter_is_of_the_last_checkpoint(run, phase, step):
     """An older one's evaluation is shown, and said to be."""
