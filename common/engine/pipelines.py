@@ -153,11 +153,24 @@ class TrainersRMSNorm(torch.nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
 
 
+class TrainersKrea2RMSNorm(torch.nn.Module):
+    """Krea 2's RMS norm, computed as the trainer's: vLLM-Omni adds 1 to the weight in bf16."""
+
+    weight: torch.nn.Parameter
+    eps: float
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.weight.float() + 1.0
+        return F.rms_norm(x.float(), scale.shape, scale, self.eps).to(x.dtype)
+
+
 def use_trainers_norms(transformer: torch.nn.Module) -> None:
     """Let vLLM's and vLLM-Omni's RMS norms compute as the trainer's. Their weights stay."""
     for module in transformer.modules():
         if type(module) in (RMSNorm, omni_norm.RMSNorm):
             module.__class__ = TrainersRMSNorm
+        elif type(module).__name__ == "Krea2RMSNorm":
+            module.__class__ = TrainersKrea2RMSNorm
 
 
 class SDERolloutMixin(CFGParallelMixin):

@@ -1,8 +1,11 @@
 """RMS norms of a transformer in one kernel.
 
-diffusers' norms of queries and keys in Stable Diffusion 3, Qwen-Image and Z-Image are eight operators in fp32, Krea 2's
-are a kernel between two casts. `F.rms_norm` computes the same numbers in fp32. In bf16 it rounds once, where diffusers'
-own rounds before the weight as well. On a GPU it is one kernel, which keeps no fp32 copy for the backward pass.
+diffusers' norms of queries and keys in Stable Diffusion 3, Qwen-Image and Z-Image are eight operators in fp32.
+`F.rms_norm` computes the same numbers in fp32. In bf16 it rounds once, where diffusers' own rounds before the weight as
+well. On a GPU it is one kernel, which keeps no fp32 copy for the backward pass.
+
+Krea 2's are that kernel between two casts, and multiply by 1 + weight, which diffusers keeps in fp32: beside 1, bf16
+has steps of 1/128 above and 1/256 below, so the sum of a bf16 weight is taken in fp32 here as well.
 """
 
 import torch
@@ -27,9 +30,8 @@ def fuse_norms(transformer: torch.nn.Module) -> None:
 
     class FusedKrea2RMSNorm(Krea2RMSNorm):
         def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-            if self.weight.dtype != hidden_states.dtype:
-                return super().forward(hidden_states)
-            return F.rms_norm(hidden_states, self.weight.shape, self.weight + 1.0, self.eps)
+            scale = self.weight.float() + 1.0
+            return F.rms_norm(hidden_states.float(), scale.shape, scale, self.eps).to(hidden_states.dtype)
 
     for module in transformer.modules():
         # an own class of a user's model may compute otherwise, so that subclasses stay
