@@ -98,14 +98,14 @@ def _add_adapters(
     warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several adapters, on purpose
     for name in names:
         transformer.add_adapter(lora_config, adapter_name=name)
+    for name, parameter in transformer.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.float()  # before a file's numbers come
     if not is_new:
         found = set_peft_model_state_dict(transformer, lora_tensors, adapter_name="default")
         if found.unexpected_keys:
             key = found.unexpected_keys[0]
             raise RunError(f"--lora_path: {type(transformer).__name__} has no module for {key}")
-    for name, parameter in transformer.named_parameters():
-        if "lora_" in name:
-            parameter.data = parameter.data.float()
     fuse_lora(transformer)
     model.policies = dict.fromkeys(names, transformer)
     for name in names:

@@ -136,11 +136,13 @@ def same(a, b):
 @pytest.mark.fast
 @pytest.mark.parametrize("is_new", [True, False])
 def test_a_lora_is_fp32_over_a_base_in_bf16(is_new):
+    """With the numbers of its file, to the bit."""
     model, another = embedded_model(torch.bfloat16), embedded_model(torch.bfloat16)
     lora = make_lora(StableDiffusion3, rank=2, alpha=2)
     add_policies(another, lora, ["default"], seed=1)
-    tensors, _ = tensors_on_rank_0(another, "default")
+    tensors = {name: tensor + 1 / 3 for name, tensor in tensors_on_rank_0(another, "default")[0].items()}
     add_policies(model, lora if is_new else lora._replace(tensors=tensors), ["default", "ema"], seed=1)
+    assert is_new or same(tensors_on_rank_0(model, "default")[0], tensors)
     for name, parameter in model.transformer.named_parameters():
         assert parameter.dtype == (torch.float32 if "lora_" in name else torch.bfloat16), name
 
