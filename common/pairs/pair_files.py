@@ -13,7 +13,7 @@ from typing import NamedTuple
 from common.data import PromptSet
 from common.errors import RunError, error_prefix
 from common.files import check_prompt, find_shards, read_records
-from common.files.pictures import StoredImage, check_header, find_images
+from common.files.pictures import StoredImage, check_header, find_pictures
 from common.optional import optional_part
 from common.pairs.record_files import ImageRecord
 from common.process import print_message
@@ -44,7 +44,7 @@ def read_pairs(path: Path | str) -> Pairs:
     or a folder with such a pairs.jsonl ("chosen_score" and "rejected_score" may be given); or a .parquet file with
     pick-a-pic's columns or TRL's (prompt, chosen, rejected), a folder of such files, or a pattern of them,
     "data/train-*.parquet".
-    A field or column "image" has the pictures that were edited.
+    A field or column "image", or verl's `images`, has the pictures that were edited.
 
     Of the images only the header is looked at, unless both have as many bytes: each rank does it for its share of the
     pairs, as torchrun numbers ranks. The rest shows when a pair that is drawn is encoded. Parquet files are read whole,
@@ -105,7 +105,7 @@ def _read_jsonl(path: Path) -> Iterator[Pair]:
 
 def _read_parquet(path: Path) -> Iterator[Pair]:
     """Ties are left out, and counted on the screen."""
-    rows = optional_part("files.parquet", str(path)).read_rows(path, TRL, PICK_A_PIC, also=["image"])
+    rows = optional_part("files.parquet", str(path)).read_rows(path, TRL, PICK_A_PIC, also=["image", "images"])
     num_ties = 0
     for where, row in rows:
         with error_prefix(where):
@@ -136,8 +136,9 @@ def _read_parquet(path: Path) -> Iterator[Pair]:
 
 
 def _find_sources(record: dict, file: Path, where: str) -> list[StoredImage]:
-    """The pictures that a record's field or column "image" names; none without one."""
-    return [] if record.get("image") is None else find_images("image", record["image"], file, where)
+    """The pictures that a record's field or column "image" names, or verl's `images`; none without one."""
+    named = {field: record[field] for field in ("image", "images") if field in record}
+    return find_pictures(named, file, where).get("image", [])
 
 
 def _check_scores(chosen: float | None, rejected: float | None) -> None:

@@ -225,6 +225,17 @@ def test_pairs_of_edits_are_read_from_every_kind_of_file(tmp_path):
 
 
 @pytest.mark.fast
+def test_pairs_of_edits_may_name_pictures_as_verl_does(tmp_path):
+    paths = pair_files(tmp_path)[:2]
+    paths[0].write_text(paths[0].read_text().replace('"image": "a.png"', '"images": ["a.png"]'))
+    rows = pyarrow.parquet.read_table(paths[1]).to_pylist()
+    rows = [{"images": [row.pop("image")], **row} for row in rows]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), paths[1])
+    for path in paths:
+        assert [len(pair.sources) for pair in read_pairs(path)] == [1, 1]
+
+
+@pytest.mark.fast
 def test_a_pair_whose_source_cannot_be_used_is_named(tmp_path):
     path, trl, _ = pair_files(tmp_path)
     path.write_text(path.read_text().replace('["c.png"]', '"d.png"'))
