@@ -12,7 +12,7 @@ from common.models.family import (
     pin_encoders,
     pinned_bytes,
 )
-from common.models.fingerprints import encoders_key, hash_bits
+from common.models.fingerprints import encoders_key, hash_bits, settings_of
 from common.models.loading import (
     check_reachable,
     check_schedules,
@@ -55,5 +55,6 @@ __all__ = [
     "plain_weights",
     "quantize",
     "report_alike_prompts",
+    "settings_of",
     "to_unit_range",
 ]

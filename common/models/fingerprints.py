@@ -3,28 +3,49 @@
 import hashlib
 import inspect
 from pathlib import Path
+from typing import Any
 
 from common.models.family import Family
 
 import torch
 
+NO_SETTING = ("name_or_path", "dtype", "torch_dtype", "transformers_version")  # tensors have a dtype of their own
+
 
 def encoders_key(model: Family) -> str:
-    """A hash of everything but the prompt that embeddings depend on: encoders' bits, tokenizers, the family's code,
-    library versions."""
+    """A hash of everything but the prompt that embeddings depend on: encoders' bits and configs, tokenizers,
+    processors, the pipeline's own settings, the family's code, library versions."""
     import diffusers
     import transformers
 
     parts: list[object] = [diffusers.__version__, transformers.__version__, hash_code(model)]
-    for name, component in sorted(model.pipe.components.items()):
+    components = model.pipe.components
+    parts.append({name: value for name, value in settings_of(model.pipe).items() if name not in components})
+    for name, component in sorted(components.items()):
         if name.startswith("text_encoder") and component is not None:
             parts += [hash_bits(tensor) for tensor in component.state_dict().values()]
+            parts.append(settings_of(component))
+        if name.startswith("processor") and component is not None:
+            parts.append(without_places(component.to_dict()))
         if name.startswith("tokenizer") and component is not None:
             vocabulary = sorted(component.get_vocab().items())
             parts += [type(component).__name__, vocabulary]
             parts += [component.model_max_length, component.chat_template]
     # hashed once per run, because vocabularies are megabytes
     return hashlib.blake2b(repr(parts).encode()).hexdigest()
+
+
+def settings_of(component: Any) -> dict[str, Any]:
+    """A component's or a pipeline's config, without versions and without where it lies."""
+    config = component.config
+    return without_places(config.to_dict() if hasattr(config, "to_dict") else dict(config))
+
+
+def without_places(config: dict[str, Any]) -> dict[str, Any]:
+    """A config, with those in it, without what a copy in another folder or dtype has otherwise."""
+    kept = {str(name): value for name, value in config.items() if name not in NO_SETTING}
+    kept = {name: value for name, value in sorted(kept.items()) if not name.startswith("_")}
+    return {name: without_places(value) if isinstance(value, dict) else value for name, value in kept.items()}
 
 
 def hash_code(model: Family) -> str:

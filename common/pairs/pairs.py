@@ -8,7 +8,7 @@ from common.distributed import gather_objects, on_rank_0, with_bar
 from common.errors import error_prefix
 from common.files import atomic_file, remove_stale
 from common.files.pictures import DECODING
-from common.models import Family, encoders_key, hash_bits
+from common.models import Family, encoders_key, hash_bits, settings_of
 from common.pairs.pair_files import Pair, pair_prompts, refusing_alone
 
 import torch
@@ -33,6 +33,7 @@ def encode_pairs(
         RunError: naming an image that cannot be read, or a pair whose images are the same.
     """
     bits = [hash_bits(tensor) for tensor in model.picture_tensors()]
+    bits.append(repr(settings_of(model.pipe.vae)))
     frozen_key = hashlib.blake2b(repr([encoders_key(model), *bits]).encode())
     own: dict[int, Path] = {}
     shared = sorted(rows)[dist.get_rank() :: dist.get_world_size()]

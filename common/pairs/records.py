@@ -13,7 +13,7 @@ from common.distributed import gather_objects, on_rank_0, with_bar
 from common.errors import error_prefix
 from common.files import atomic_file, remove_stale
 from common.files.pictures import DECODING
-from common.models import PROMPTS_AT_ONCE, Family, encoders_key, hash_bits
+from common.models import PROMPTS_AT_ONCE, Family, encoders_key, hash_bits, settings_of
 from common.pairs.pair_files import refusing_alone
 from common.pairs.record_files import ImageRecord
 
@@ -49,6 +49,7 @@ def encode_records(
         RunError: naming an image that cannot be read.
     """
     bits = [hash_bits(tensor) for tensor in model.picture_tensors()]
+    bits.append(repr(settings_of(model.pipe.vae)))
     frozen = repr([encoders_key(model), *bits, *image_size, max_sequence_length, DECODING]).encode()
     place = Path(folder) / f"records_{hashlib.blake2b(frozen, digest_size=8).hexdigest()}"
     remove_damaged(place)

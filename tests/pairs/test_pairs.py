@@ -139,7 +139,8 @@ def test_ranks_share_the_drawn_pairs_and_encode_each_once(folder, tmp_path, monk
     left.touch()
     os.utime(left, (0, 0))
     place = {"folder": tmp_path / "cache", "image_size": (32, 96), "max_sequence_length": 16}
-    model = SimpleNamespace(picture_tensors=lambda: [torch.ones(2)], pipe=SimpleNamespace(components={}))
+    pipe = SimpleNamespace(components={}, config={}, vae=SimpleNamespace(config={}))
+    model = SimpleNamespace(picture_tensors=lambda: [torch.ones(2)], pipe=pipe)
     found, _ = on_ranks(monkeypatch, 2, lambda rank: encode_pairs(model, pairs, {0, 2, 3}, **place))
     assert found[0] == found[1] and found[0].keys() == {0, 2, 3}
     assert found[0][0] == found[0][3] != found[0][2]

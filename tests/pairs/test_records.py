@@ -149,6 +149,11 @@ def test_a_record_is_encoded_again_only_where_it_or_the_size_has_changed(
     encoded.clear()
     encode(model, records, {0}, tmp_path / "cache", image_size=(32, 32))
     assert encoded == [records[0]]
+    encoded.clear()
+    other = type(model.pipe.vae.config)({**model.pipe.vae.config, "batch_norm_eps": 0.5})
+    monkeypatch.setattr(model.pipe.vae, "_internal_dict", other)
+    encode(model, records, {0}, tmp_path / "cache")
+    assert encoded == [records[0]]
 
 
 @pytest.mark.parametrize("damage", ["cut", "nan", "short"])
@@ -186,7 +191,8 @@ def test_ranks_share_the_records_and_encode_each_once(folder, tmp_path, monkeypa
     own_read = StoredImage.read_bytes
     monkeypatch.setattr(StoredImage, "read_bytes", lambda image: read.append(image) or own_read(image))
     monkeypatch.setattr(records_on_disk, "RECORDS_OF_A_FILE", 2)
-    fake = SimpleNamespace(picture_tensors=lambda: [torch.ones(2)], pipe=SimpleNamespace(components={}))
+    pipe = SimpleNamespace(components={}, config={}, vae=SimpleNamespace(config={}))
+    fake = SimpleNamespace(picture_tensors=lambda: [torch.ones(2)], pipe=pipe)
     fake.encode_images = lambda images, *size: torch.full((1, 2), float(images[0].getpixel((0, 0))[0]))
     fake.encode = lambda prompts, *sizes: encoded.extend(set(prompts.prompts)) or {"c": torch.ones(len(prompts), 3)}
     monkeypatch.setattr(records_on_disk, "encoders_key", lambda model: "key")

@@ -59,7 +59,7 @@ def test_every_prompt_is_encoded_once_and_alone_and_then_read(one_rank, tmp_path
 @pytest.mark.parametrize(
     "change",
     ["length", "a bit of an encoder", "dtype", "tokenizer's length", "a token more", "chat template", "nothing"]
-    + ["diffusers.__version__", "transformers.__version__"],
+    + ["a config", "diffusers.__version__", "transformers.__version__"],
 )
 def test_what_embeddings_depend_on_is_in_the_key(one_rank, tmp_path, monkeypatch, change):
     model = embedded_model()
@@ -79,6 +79,9 @@ def test_what_embeddings_depend_on_is_in_the_key(one_rank, tmp_path, monkeypatch
         model.pipe.tokenizer_3.add_tokens(["zzz"])
     if change == "chat template":
         model.pipe.tokenizer_3.chat_template = "{{ messages }}"
+    if change == "a config":  # also beside those that say where a copy lies
+        model.pipe.text_encoder.config.hidden_act = "gelu_new"
+    model.pipe.text_encoder_2.config._name_or_path = "elsewhere"
     if change.endswith("__version__"):
         monkeypatch.setattr(change, "0.1")
     calls = counting(model, monkeypatch)
