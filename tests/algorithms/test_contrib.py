@@ -235,7 +235,7 @@ DIFFERENT_OPTIONS = {
     },
     "contrib/flow_dppo.py": {"clip_range", "kl_coef", "num_steps"},
     "contrib/flow_grpo_ahead.py": set(),
-    "contrib/online_dpo.py": {"group_size", "micro_batch_size"},
+    "contrib/online_dpo.py": {"adv_mode", "group_size", "micro_batch_size"},
     "contrib/ram.py": {"decay_schedule", "old_decay", "adv_clip_max"},
     "contrib/sft.py": {"cache", "guidance_scale", "num_steps", "micro_batch_size"},
     "contrib/tdm_r1.py": {
