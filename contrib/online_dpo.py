@@ -88,7 +88,8 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
     dpo_beta: PositiveFloat = 100.0
     """factor of the errors' differences in the logit; a larger one keeps nearer to the reference (code: 10 to 5000)"""
     clip_range: PositiveFloat = 1e-2
-    """an image whose exp(old error - error) is further than this from 1, as its advantage wants, is not trained on"""
+    """an image whose exp(old error - error) is further than this from 1, as its advantage wants, is not trained on
+    (DGPO's README: 1e-5 to 1e-4)"""
     kl_coef: PositiveFloat = 1e-3
     """factor of mean((v - v_ref)^2), the distance to the model before training (DGPO's code: 1e-3 to 0.02)"""
     adv_mode: Literal["continuous", "positive_only", "negative_only", "one_only", "binary"] = "continuous"
