@@ -94,6 +94,9 @@ def test_a_script_that_cannot_be_imported_is_one_line(tool, code, told, tmp_path
     (tmp_path / "mine.py").write_text(code)
     with pytest.raises(SystemExit, match=f"^tools.{tool}: error: mine.py: cannot be imported: {told}") as ended:
         if tool == "plan":
+            monkeypatch.setattr("sys.argv", ["tools/plan.py"])  # which it changes, as these
+            monkeypatch.setenv("WORLD_SIZE", "1")
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
             plan.main(["cpu", "mine.py"])
         else:
             sweep.main(["--print_only", "--", "mine.py", "--kl_coef", "0.1", "0.2"])
