@@ -882,6 +882,7 @@ def test_an_engine_listens_on_the_loopback_imports_nothing_of_the_run_and_ends_w
     )
     trainer = subprocess.Popen(
         [sys.executable, "-c", code, ROOT, tmp_path],
+        cwd=ROOT,  # the trainer has imported numpy before it comes into the folder
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
