@@ -4,6 +4,7 @@ Only the model's configs are read. Its modules are built on torch's meta device.
 fake tensors, which have shapes but no memory: the cost of a pass is counted, not guessed. tools/plan.py uses this.
 """
 
+import itertools
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -248,7 +249,7 @@ class Blueprint:
         """Cost of predict_velocity for one image.
 
         train: with the backward pass; checkpointing: with activation checkpointing. Of many blocks in a row that are
-        alike two and three are counted, and the others cost as much as the third.
+        alike up to four are counted, and the others cost as much as the third and the fourth.
 
         Raises:
             RunError: a user's own family, or its transformer, reads numbers of a tensor.
@@ -293,26 +294,35 @@ class Blueprint:
 
 
 def count_alike(transformer: torch.nn.Module, count_pass: Callable[[], Cost], train: bool) -> Cost:
-    """The Cost of a pass through a transformer, by passes through a shorter one where these are half the work: each of
-    its rows of blocks that are alike has two blocks, then one row after the other has three."""
+    """The Cost of a pass through a transformer, by passes through a shorter one where these are two thirds of the work
+    or less: each of its rows of blocks that are alike has two blocks, then one row after the other has three and four.
+
+    All blocks are counted where the third and the fourth do not add the same: the peak has then moved from one place
+    to another. So they are where blocks add no memory to a training pass: few of them leave the peak outside.
+    """
     lists = block_lists(transformer)
-    rows = [(blocks, row) for blocks in lists for row in alike_in_a_row(blocks) if len(row) > 2]
+    rows = [(blocks, row) for blocks in lists for row in alike_in_a_row(blocks) if len(row) > 4]
     num_blocks = sum(map(len, lists))
     num_shortest = num_blocks - sum(len(row) - 2 for _, row in rows)
-    if (2 + len(rows)) * num_shortest + len(rows) > num_blocks / 2:
+    if (2 + 2 * len(rows)) * num_shortest + 3 * len(rows) > num_blocks * 2 / 3:
         return count_pass()
     with without_blocks([(blocks, row[2:]) for blocks, row in rows]):
         count_pass()  # the first pass makes what a model keeps for the next, such as frequencies of places
         cost = shortest = count_pass()
     for number, (_, row) in enumerate(rows):
-        left_out = [(blocks, other[3 if number == place else 2 :]) for place, (blocks, other) in enumerate(rows)]
-        with without_blocks(left_out):
-            longer = count_pass()
-        of_one = Cost(longer.flops - shortest.flops, longer.peak_bytes - shortest.peak_bytes)
-        if train and of_one.flops and not of_one.peak_bytes:  # the peak is elsewhere, as long as the row is so short
+        costs = [shortest]
+        for length in (3, 4):
+            lengths = [length if number == place else 2 for place in range(len(rows))]
+            with without_blocks([(blocks, other[n:]) for (blocks, other), n in zip(rows, lengths, strict=True)]):
+                costs.append(count_pass())
+        third, fourth = (
+            Cost(longer.flops - shorter.flops, longer.peak_bytes - shorter.peak_bytes)
+            for shorter, longer in itertools.pairwise(costs)
+        )
+        if third != fourth or (train and third.flops and not third.peak_bytes):
             return count_pass()
         more = len(row) - 2
-        cost = Cost(cost.flops + more * of_one.flops, cost.peak_bytes + more * of_one.peak_bytes)
+        cost = Cost(cost.flops + more * third.flops, cost.peak_bytes + more * third.peak_bytes)
     return cost
 
 
@@ -344,15 +354,16 @@ def alike_in_a_row(blocks: torch.nn.ModuleList) -> list[list[str]]:
 
 @contextmanager
 def without_blocks(left_out: list[tuple[torch.nn.ModuleList, list[str]]]) -> Iterator[None]:
-    """Take the blocks of these names out of their lists."""
-    whole = [(blocks, blocks._modules) for blocks, _ in left_out]
+    """Take the blocks of these names out of their lists, of which one may stand here several times."""
+    whole = {blocks: blocks._modules for blocks, _ in left_out}
     try:
-        for blocks, names in left_out:
-            kept = [block for name, block in blocks._modules.items() if name not in names]
+        for blocks, modules in whole.items():
+            out = {name for other, names in left_out if other is blocks for name in names}
+            kept = [block for name, block in modules.items() if name not in out]
             blocks._modules = {str(place): block for place, block in enumerate(kept)}
         yield
     finally:
-        for blocks, modules in reversed(whole):
+        for blocks, modules in whole.items():
             blocks._modules = modules
 
 

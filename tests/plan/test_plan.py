@@ -147,16 +147,16 @@ def test_activations_are_those_of_real_tensors():
 
 
 class Rows(torch.nn.Module):
-    """39 blocks that are alike, a wider one, and 30 of another class. `before` numbers are held for a moment before."""
+    """79 blocks that are alike and a wider one; in another list 80 and 60. `before` numbers are held before them."""
 
     _no_split_modules = ("Sequential", "Linear")
 
     def __init__(self, before):
         super().__init__()
-        sizes = [16] * 39 + [32]
+        sizes = [16] * 79 + [32]
         layers = [[torch.nn.Linear(8, size), torch.nn.GELU(), torch.nn.Linear(size, 8)] for size in sizes]
         self.blocks = torch.nn.ModuleList(torch.nn.Sequential(*block) for block in layers)
-        self.singles = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(30))
+        self.singles = torch.nn.ModuleList(torch.nn.Linear(8, 8, bias=number >= 80) for number in range(140))
         self.before = before
         self.num_run = 0
 
@@ -169,10 +169,11 @@ class Rows(torch.nn.Module):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("before", [1, 5_000, 100_000])
-@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize(
+    ("train", "before"), [(False, 1), (False, 10**5), *((True, n) for n in (1, *range(240, 2200, 80), 10**5))]
+)
 def test_blocks_that_are_alike_cost_alike(train, before):
-    """To the byte. Where a pass of few blocks has its peak before them, a training pass is counted whole."""
+    """To the byte. Where the peak of few blocks is before them, a training pass is counted whole."""
     model = Rows(before)
 
     def count_pass():
@@ -186,8 +187,11 @@ def test_blocks_that_are_alike_cost_alike(train, before):
     every = count_pass()
     model.num_run = 0
     assert count_alike(model, count_pass, train) == every and every.flops > 0
-    assert model.num_run == (5 + 5 + 6 + 70 if train and before > 1 else 5 + 5 + 6 + 6)
-    assert len(model.blocks) == 40 and len(model.singles) == 30
+    if not train or before in (1, 10**5):
+        shortest = 2 + 1 + 2 + 2
+        whole = 8 * shortest + 3 * 3
+        assert model.num_run == (whole if not train or before == 1 else 4 * shortest + 3 + 220)
+    assert len(model.blocks) == 80 and len(model.singles) == 140
 
 
 def test_checkpointing_keeps_less_and_computes_more():
