@@ -2,12 +2,15 @@
 
 import hashlib
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.models.family import Family
+from common.models.family import ENCODERS, Family
 
 import torch
+
+PROCESSORS = ("processor", "image_processor", "feature_extractor")  # how their names begin
 
 NO_SETTING = ("name_or_path", "dtype", "torch_dtype", "transformers_version")  # tensors have a dtype of their own
 
@@ -24,9 +27,8 @@ def encoders_key(model: Family) -> str:
     for name, component in sorted(components.items()):
         if name.startswith("text_encoder") and component is not None:
             parts += [hash_bits(tensor) for tensor in component.state_dict().values()]
-            parts.append(settings_of(component))
-        if name.startswith("processor") and component is not None:
-            parts.append(without_places(component.to_dict()))
+        if name.startswith((*ENCODERS, *PROCESSORS)) and component is not None:
+            parts += [type(component).__name__, settings_of(component)]
         if name.startswith("tokenizer") and component is not None:
             vocabulary = sorted(component.get_vocab().items())
             parts += [type(component).__name__, vocabulary]
@@ -37,8 +39,10 @@ def encoders_key(model: Family) -> str:
 
 def settings_of(component: Any) -> dict[str, Any]:
     """A component's or a pipeline's config, without versions and without where it lies."""
-    config = component.config
-    return without_places(config.to_dict() if hasattr(config, "to_dict") else dict(config))
+    config = getattr(component, "config", component)
+    if hasattr(config, "to_dict"):  # of transformers; its processors are their own
+        return without_places(config.to_dict())
+    return without_places(dict(config)) if isinstance(config, Mapping) else {}  # a user's own encoder may have none
 
 
 def without_places(config: dict[str, Any]) -> dict[str, Any]:

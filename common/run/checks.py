@@ -304,7 +304,8 @@ def check_lora_modules(lora: LoRA | None, options: Mapping[str, Any]) -> None:
     if options["lora_path"] and options["lora_target_modules"]:
         raise ValueError("--lora_target_modules: the file of --lora_path says which modules it adapts")
     if not lora and options["lora_target_modules"]:
-        raise ValueError("--lora_target_modules: names modules of a LoRA, and --lora_rank 0 trains all weights")
+        told = "names modules of a LoRA, and --lora_rank 0 trains all weights; without a word it leaves out a record's"
+        raise ValueError(f"--lora_target_modules: {told}")
     if lora and options["lora_target_modules"]:
         transformer = pipeline_without_weights(options["model"]).transformer
         check_modules(transformer, lora.config, options["lora_target_modules"])

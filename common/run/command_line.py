@@ -131,7 +131,8 @@ def check_options(args: SharedArgs) -> None:
         for name in OF_THE_ENGINE:
             if getattr(args, name):
                 words = " ".join(map(str, getattr(args, name)))
-                raise ValueError(f"--{name} {words}: with --rollout local there is no engine")
+                told = f"with --rollout local there is no engine; --{name} without a word leaves out a record's"
+                raise ValueError(f"--{name} {words}: {told}")
     if isinstance(args, RatioArgs) and args.rollout_correction != "none":
         compares = args.rollout == "vllm" and args.old_log_prob == "recompute"
         if not compares:

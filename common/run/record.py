@@ -56,7 +56,11 @@ def find_contents(options: dict[str, Any], code: Iterable[str] = (), script: Pat
     training alone would read.
     """
     found: Contents = {}
-    named = {f"code/{name}": file for name, file in user_code(code, options, script).items()}
+    scores = user_code(code, options)
+    named = {f"code/{name}": file for name, file in scores.items()}
+    if script:  # what it imports is of it, as the script itself
+        of_script = user_code(code, options, script)
+        named |= {f"source {name}": file for name, file in of_script.items() if file not in scores.values()}
     for option in DATA:
         if options.get("eval_only") and option in ("train_prompts", "pairs", "records", "teachers"):
             continue
@@ -109,7 +113,9 @@ def user_code(code: Iterable[str], options: dict[str, Any], script: Path | str |
     the judge's question, which options name. Names are paths from the checkout's root, otherwise from the working
     directory."""
     files = {file.resolve() for file in map(code_file, code) if file}
-    folders = {file.parent for file in files} | ({imports_from(script)} if script else set())
+    folders = {file.parent for file in files}
+    if script:  # a recipe starts mine/my_grpo.py with the root on the path
+        folders |= {imports_from(script), COMMON.parent.resolve()}
     is_beside: dict[str, bool] = {}  # by a module's first name: whether it lies in one of the folders
     for module in list(sys.modules.values()) if folders else []:  # thousands, of which few are a user's
         names = getattr(module, "__dict__", {})

@@ -423,9 +423,9 @@ class Run:
             self.print_message(f"best_adapter is of a step after {self.step}, and is chosen again")
         self._best_step = state["best_step"] if is_comparable else None
         self._saved_step = self.step
-        self._num_skipped = state.get("num_skipped", 0)  # an earlier checkpoint does not say it
         if self.args.resume == "latest":  # otherwise nothing stays of a start that was lost
             self._resumed_from = self._logged_to = self.step
+            self._num_skipped = state.get("num_skipped", 0)  # an earlier checkpoint does not say it
         if self.args.resume == "latest" and state["unlogged"]:
             self.unlogged = state["unlogged"]
             self._logged_to -= 1  # its line is written again, with the evaluation

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import inspect
 import os
 import queue
 import sys
@@ -346,10 +347,11 @@ def describe(error: BaseException, source: Callable | Path) -> str:
     own = [frame for frame in frames if folder and Path(frame.filename).is_relative_to(folder)]
     at = (own or frames)[-1]
     place = f"{at.filename}:{at.lineno}"
-    if not own and isinstance(code := getattr(source, "__code__", None), CodeType):
-        place = f"{code.co_filename}:{code.co_firstlineno}"
-    elif not own and file:
+    if not own and file:
+        code = getattr(inspect.unwrap(source), "__code__", None) if callable(source) else None
         place = str(file)
+        if isinstance(code, CodeType) and Path(code.co_filename) == file:
+            place += f":{code.co_firstlineno}"
     if isinstance(error, SyntaxError) and error.filename:
         place = f"{error.filename}:{error.lineno}"
     text = " ".join(f"{type(error).__name__}: {error}".split())

@@ -105,10 +105,11 @@ def test_a_key_of_a_reward_that_returns_plain_numbers_is_told():
 
 
 @fast
-def test_a_reward_that_takes_other_arguments_is_told_at_its_own_line(tmp_path):
-    (tmp_path / "two.py").write_text("x = 1\n\n\ndef two(images, prompts):\n    return []\n")
+@pytest.mark.parametrize("decorator", ["", "@torch.no_grad()"])
+def test_a_reward_that_takes_other_arguments_is_told_at_its_own_line(decorator, tmp_path):
+    (tmp_path / "two.py").write_text(f"import torch\n\n{decorator}\ndef two(images, prompts):\n    return []\n")
     (function,) = load_rewards([f"{tmp_path}/two.py:two"], [1.0]).values()
-    with pytest.raises(RunError, match=rf" raised TypeError: two\(\) .* \({tmp_path}/two.py:4\)$"):
+    with pytest.raises(RunError, match=rf" raised TypeError: two\(\) .* \({tmp_path}/two.py:[34]\)$"):
         score_images({"two": function}, IMAGES, PROMPTS)
 
 

@@ -825,9 +825,11 @@ def test_a_resumed_run_keeps_the_first_record(tmp_path):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("package", ["", "my_package"])
-def test_a_run_keeps_what_its_script_imports_from_beside_it(tmp_path, monkeypatch, package):
-    """As `python my_grpo.py` and as `python -m my_package.my_grpo`."""
+@pytest.mark.parametrize(("package", "by_path"), [("", True), ("my_package", False), ("my_other_package", True)])
+def test_a_run_keeps_what_its_script_imports_from_beside_it(tmp_path, monkeypatch, package, by_path):
+    """As `python my_grpo.py`, as `python -m my_package.my_grpo`, and by its path with the root on the path. No score
+    depends on it."""
+    monkeypatch.setattr("common.run.record.COMMON", tmp_path / "common")
     folder = tmp_path / package
     folder.mkdir(exist_ok=True)
     for name in ("my_grpo", "my_losses", "unused"):
@@ -835,9 +837,14 @@ def test_a_run_keeps_what_its_script_imports_from_beside_it(tmp_path, monkeypatc
     monkeypatch.syspath_prepend(tmp_path)
     name = f"{package}.my_losses".lstrip(".")
     monkeypatch.setitem(sys.modules, name, importlib.import_module(name))  # and away after the test
-    script = SimpleNamespace(__file__=str(folder / "my_grpo.py"), __package__=package)
+    script = SimpleNamespace(__file__=str(folder / "my_grpo.py"), __package__=None if by_path else package)
     monkeypatch.setitem(sys.modules, "__main__", script)
-    assert find_contents({}, (), script.__file__).keys() == {f"code/{name.replace('.', '/')}.py"}
+    before = find_contents({}, (), script.__file__)
+    assert before.keys() == {f"source {name.replace('.', '/')}.py"}
+    (folder / "my_losses.py").write_text("x = 2\n")
+    assert [score for _, score in changed_contents(before, find_contents({}, (), script.__file__))] == [False]
+    create_run_folder(tmp_path / "run", {}, script.__file__)
+    assert [path.name for path in (tmp_path / "run" / "code").rglob("*.py")] == ["my_losses.py"]
 
 
 @pytest.mark.fast
