@@ -413,7 +413,7 @@ def test_checkpoints_may_be_rarer_than_evaluations(tmp_path, script):
 @pytest.mark.fast
 @pytest.mark.parametrize(("name", "words"), [("engine_devices", (1, 2)), ("engine_with", ("sleep", "compile"))])
 def test_what_is_of_an_engine_is_refused_where_there_is_none(name, words):
-    with pytest.raises(ValueError, match=f"^--{name} {words[0]} {words[1]}: .*--rollout local "):
+    with pytest.raises(ValueError, match=f"^--{name} {words[0]} {words[1]}: .*--rollout local .*--{name} "):
         check_options(flow_grpo.Args(rollout="local", **{name: words}))
     check_options(flow_grpo.Args(rollout="vllm", **{name: words}))
 

@@ -214,13 +214,16 @@ def test_a_nan_gradient_is_skipped_and_counted_and_the_run_continues(tmp_path, m
 
 
 def test_three_steps_without_a_finite_gradient_end_the_run_and_change_no_weight(tmp_path, monkeypatch):
-    """A resumed run counts on from its checkpoint's steps."""
+    """A resumed run counts on from its checkpoint's steps; a new run that starts from it does not."""
     options = [*LOCAL, "--num_steps", 5, "--eval_every", 2, *few_eval_prompts(tmp_path, 2)]
     for again in ([], ["--resume", "latest"]):
         nan_loss(monkeypatch, set(range(9)))
         line = run_here(tmp_path, "flow_grpo.py", *options, *again)
         assert_one_line(line)
         assert re.search(" 3: .* 3 .*--learning_rate", line)
+    nan_loss(monkeypatch, set(range(9)))
+    line = run_here(tmp_path, "flow_grpo.py", *options, "--name", "other", "--resume", "runs/flow_grpo")
+    assert re.search(" 5: .* 3 .*--learning_rate", line)
     rows = read_metrics(tmp_path / "runs" / "flow_grpo")
     assert [row.get("actor/skipped_steps") for row in rows] == [None, 1, 1] and "actor/grad_norm" not in rows[1]
     state = torch.load(tmp_path / "runs/flow_grpo/checkpoints/step_000002.pt", weights_only=True)

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import time
+from types import SimpleNamespace
 
 from common import process
 from common.models.loading import family_class
@@ -87,6 +88,19 @@ def test_what_embeddings_depend_on_is_in_the_key(one_rank, tmp_path, monkeypatch
     calls = counting(model, monkeypatch)
     prepare_prompts(model, PROMPTS[:1], LENGTH - 1 if change == "length" else LENGTH, tmp_path)
     assert len(calls) == (0 if change == "nothing" else 2)  # the prompt and the empty prompt
+
+
+@pytest.mark.fast
+def test_configs_of_image_encoders_and_processors_are_in_the_key():
+    """A user's own text encoder may have none."""
+    model = embedded_model()
+    model.pipe.text_encoder_3 = torch.nn.Linear(2, 2)
+    keys = []
+    for hidden_act, crop_size in (("gelu", 224), ("relu", 224), ("gelu", 112), ("gelu", 224)):
+        model.pipe.image_encoder = SimpleNamespace(config={"hidden_act": hidden_act, "_name_or_path": len(keys)})
+        model.pipe.feature_extractor = SimpleNamespace(to_dict=lambda size=crop_size: {"crop_size": size})
+        keys.append(prompt_cache.encoders_key(model))
+    assert len(set(keys)) == 3 and keys[0] == keys[3]
 
 
 @pytest.mark.fast
