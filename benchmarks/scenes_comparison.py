@@ -1,4 +1,4 @@
-"""The scripts on scenes of objects: each at the best of its learning rates, three seeds, the six parts of GenEval.
+"""The scripts on scenes of objects: each at the best of its learning rates, six or three seeds, the six parts of GenEval.
 
     python -m benchmarks.scenes_comparison RECORD --cores 0 1       # every run that RECORD lacks, one on each core
     python -m benchmarks.scenes_comparison --plan                   # its hours, without a run
@@ -30,7 +30,7 @@ from benchmarks.from_nothing import RL, as_words
 from tools.compare import as_markdown, comparison_table
 
 # ---- the design, fixed before the first run --------------------------------------------------------------------------
-SEEDS, TUNE_SEED = 3, 100
+SEEDS, OF_CONTRIB, TUNE_SEED = 6, 3, 100  # the runs of a row of the root, and of contrib
 ROLLOUTS, IMAGES, UPDATES = 30, 128, 2  # of a run; of a rollout, images and optimizer steps
 RATES, WIDEST = (3e-4, 1e-3, 3e-3), (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # tuned; as far as a choice at the edge may go
 NUM_PROMPTS, EVAL_EVERY = 192, 15  # of evaluations while training; held-out ones, when tuning the first of training
@@ -90,9 +90,14 @@ def widening_jobs(record):
     return jobs
 
 
+def num_seeds(row):
+    return OF_CONTRIB if ROWS[row][0].startswith("contrib.") else SEEDS
+
+
 def run_jobs(record):
-    rows = [(row, chosen(record, row)) for row in ROWS]
-    return [make_job("run", ROLLOUTS, row, seed, rate) for seed in range(1, SEEDS + 1) for row, rate in rows]
+    rows = [(row, num_seeds(row), chosen(record, row)) for row in ROWS]
+    seeds = range(1, SEEDS + 1)
+    return [make_job("run", ROLLOUTS, row, seed, rate) for seed in seeds for row, last, rate in rows if seed <= last]
 
 
 # ---- one run ---------------------------------------------------------------------------------------------------------
@@ -232,9 +237,10 @@ def print_plan():
     total = 0.0
     for row, (_, _, cost) in ROWS.items():
         trials = (len(RATES) + 1) * (START_S + ROLLOUT_S * cost * ROLLOUTS / 2 + 2 * EVAL_S)
-        runs = SEEDS * (START_S + ROLLOUT_S * cost * ROLLOUTS + 3 * EVAL_S + BENCH_S)
+        seeds = num_seeds(row)
+        runs = seeds * (START_S + ROLLOUT_S * cost * ROLLOUTS + 3 * EVAL_S + BENCH_S)
         total += trials + runs
-        print(f"{row:14} {len(RATES) + 1} trials {trials / 60:5.1f} min, {SEEDS} runs {runs / 60:5.1f} min of one core")
+        print(f"{row:14} {len(RATES) + 1} trials {trials / 60:5.1f} min, {seeds} runs {runs / 60:5.1f} min of one core")
     print(f"in all {total / 3600 / 2:.1f} h of two cores")
 
 

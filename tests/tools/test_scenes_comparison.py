@@ -66,7 +66,8 @@ def test_trials_see_no_pair_colour_number_or_place_of_the_table(monkeypatch):
         seen.append({record["prompt"] for record in records if record["tag"] != "single_object"})
     assert len(seen[0]) > 200 and len(seen[1]) > 100 and not seen[0] & seen[1]
     assert (tuned["seed"], tuned["rollouts"]) == (100, run["rollouts"] // 2)
-    assert [job["seed"] for job in run_jobs(trials(1e-3))] == [seed for seed in (1, 2, 3) for _ in ROWS]
+    seeds = [seed for seed in range(1, 7) for row in ROWS if seed <= 3 or not ROWS[row][0].startswith("contrib")]
+    assert [job["seed"] for job in run_jobs(trials(1e-3))] == seeds and len(seeds) == 5 * 6 + 6 * 3
 
 
 def test_all_stages_follow_one_another_and_nothing_else(tmp_path, monkeypatch, capsys):
@@ -78,9 +79,9 @@ def test_all_stages_follow_one_another_and_nothing_else(tmp_path, monkeypatch, c
     monkeypatch.setattr(scenes_comparison, "train", ends_at_once)
     compare_all(tmp_path / "record.jsonl", [0])
     record = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()]
-    assert [line["stage"] for line in record] == ["tune"] * 4 * len(ROWS) + ["run"] * 3 * len(ROWS)
+    assert [line["stage"] for line in record] == ["tune"] * 4 * len(ROWS) + ["run"] * 48
     assert {line["learning_rate"] for line in record if line["stage"] == "run"} == {1e-2}
-    assert f"{3 * len(ROWS)} of {3 * len(ROWS)}: scenes-run-flow_dppo-0.01-seed3" in capsys.readouterr().out
+    assert "48 of 48: scenes-run-dpo_offline-0.01-seed6" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("change", ["", "options", "detector"])
@@ -123,6 +124,6 @@ def test_the_tables_compare_with_the_model_before_and_with_flow_grpo(tmp_path, c
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     print_tables(path)
     printed = capsys.readouterr().out
-    assert "| mix_grpo | 3 | 0.420 (0.410 to 0.430), +0.320 [" in printed  # against the model before training
-    assert "| mix_grpo | 3 | 0.420 (0.410 to 0.430), +0.100 [" in printed  # against flow_grpo.py
+    assert "| mix_grpo | 6 | 0.435 (0.410 to 0.460), +0.335 [" in printed  # against the model before training
+    assert "| mix_grpo | 6 | 0.435 (0.410 to 0.460), +0.100 [" in printed  # against flow_grpo.py
     assert "**0.500**" in printed
