@@ -1,4 +1,4 @@
-"""The scripts on scenes of objects: each at the best of its learning rates, six or three seeds, the six parts of GenEval.
+"""The scripts on scenes of objects: each at the best of its learning rates, three or six seeds, GenEval's six parts.
 
     python -m benchmarks.scenes_comparison RECORD --cores 0 1       # every run that RECORD lacks, one on each core
     python -m benchmarks.scenes_comparison --plan                   # its hours, without a run

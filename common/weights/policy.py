@@ -9,7 +9,7 @@ import copy
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from common.distributed import failing_together, on_rank_0, set_seed
 from common.errors import NothingBegun, RunError
@@ -235,19 +235,35 @@ def tensors_on_rank_0(
     return kept, lora_config
 
 
-def choose_adam_kernel(optimizer: torch.optim.AdamW, model: Family, adam_bits: int = 32) -> torch.optim.AdamW:
-    """One kernel for all tensors of a LoRA (foreach), and on a GPU for full weights one that needs no room (fused).
+class ShardsAdamW(torch.optim.AdamW):
+    """torch's AdamW, which computes on each rank's shards as the plain tensors that they are.
 
-    By default AdamW takes FSDP's tensors one after the other. foreach gives the same numbers to the bit. Returns the
-    optimizer or, for adam_bits 8, torchao's in its place.
+    The numbers are the same to the bit, as AdamW has no sum over a tensor. Given FSDP's tensors, torch works out anew
+    for each operator of the first step how all of them are sharded: half a second for a LoRA of 62 tensors, 8 for 500.
+    The moments stay tensors of FSDP, which checkpoints gather."""
+
+    def _init_group(self, group: dict[str, Any], *of_step: list[torch.Tensor]) -> bool:
+        has_complex: bool = super()._init_group(group, *of_step)
+        for tensors in of_step:  # weights, gradients, moments, counts
+            tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        return has_complex
+
+
+def choose_adam_kernel(optimizer: torch.optim.AdamW, model: Family, adam_bits: int = 32) -> torch.optim.AdamW:
+    """An AdamW of the same tensors and settings that steps sooner, in the place of one that has not stepped yet.
+
+    One kernel for all tensors of a LoRA (foreach), and on a GPU for full weights one that needs no room (fused), on
+    this rank's shards. torch's own takes FSDP's tensors one after the other. The numbers are the same to the bit. For
+    adam_bits 8 it is torchao's.
     """
     if adam_bits == 8:
         eight: torch.optim.AdamW = optional_part("weights.adam_8bit", "--adam_bits 8").in_8_bits(optimizer)
         return eight
-    for group in optimizer.param_groups:
+    on_shards = ShardsAdamW(optimizer.param_groups)
+    for group in on_shards.param_groups:
         group["foreach"] = model.is_lora
         group["fused"] = not model.is_lora and model.device.type == "cuda"
-    return optimizer
+    return on_shards
 
 
 # ---- tensors of a checkpoint -----------------------------------------------------------------------------------------

@@ -25,13 +25,23 @@ from common.sde import sde_step
 from common.weights import policy as policies
 from common.weights import start
 from common.weights.lora import make_lora, save_policy
-from common.weights.policy import acting, add_policies, follow, load_policy_tensors, tensors_on_rank_0, use_policy
+from common.weights.policy import (
+    acting,
+    add_policies,
+    choose_adam_kernel,
+    follow,
+    load_policy_tensors,
+    tensors_on_rank_0,
+    use_policy,
+    whole,
+)
 from common.weights.states import load_training_state, training_state
 from tests.conftest import (
     EMBEDDED,
     SCRIPTS,
     TINY,
     UNTIMED,
+    assert_same,
     brightness_reward,
     checked,
     embedded_model,
@@ -686,6 +696,33 @@ def test_a_lora_without_a_gradient_yet_begins_its_moments_after_a_resume(one_ran
     steps_with(optimizer, args, resumed, trained, (3, 4))
     once, again = (tensors_on_rank_0(each)[0] for each in (model, resumed))
     assert all(torch.equal(tensor, again[key]) for key, tensor in once.items())
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_the_chosen_adam_steps_on_shards_and_has_the_numbers_of_torchs(lora_rank, one_rank, monkeypatch):
+    """Weights and moments, which stay tensors of FSDP; torch works out no sharding of operators over all tensors."""
+    options = {"lr_schedule": "constant", "learning_rate": 0.3, "lora_rank": lora_rank, "kl_coef": 0.0}
+    settings = {"lr": 0.3, "betas": (0.8, 0.9), "eps": 1e-4, "weight_decay": 0.1}
+    args, expected, trained = policy(**options)
+    reference = torch.optim.AdamW(trained, **settings)
+    steps_with(reference, args, expected, trained, (1, 2, 3))
+
+    args, model, trained = policy(**options)
+    optimizer = choose_adam_kernel(torch.optim.AdamW(trained, **settings), model)
+    assert optimizer.param_groups[0] | {"params": [], "foreach": None, "fused": None} == (
+        reference.param_groups[0] | {"params": [], "foreach": None, "fused": None}
+    )
+    seen = []
+    module = importlib.import_module("torch.optim.adam")
+    adam = module.adam
+    monkeypatch.setattr(module, "adam", lambda *lists, **rest: (seen.append(lists), adam(*lists, **rest)))
+    steps_with(optimizer, args, model, trained, (1, 2, 3))
+    assert len(seen) == 3 and not any(isinstance(one, DTensor) for lists in seen for part in lists for one in part)
+    assert_same(tensors_on_rank_0(model)[0], tensors_on_rank_0(expected)[0])
+    for one, other in zip(optimizer.state.values(), reference.state.values(), strict=True):
+        assert isinstance(one["exp_avg"], DTensor)
+        assert_same({k: whole(v) for k, v in one.items()}, {k: whole(v) for k, v in other.items()})
 
 
 @pytest.mark.fast
