@@ -70,6 +70,35 @@ def check_inputs(
         check_field(inputs.eval_set, args.eval_by)
     check_pictures(args, inputs, given)
     check_edits(inputs)
+    check_guidance(args, inputs, guidance_scale, kl_guidance_scale)
+    if not args.eval_only:
+        trained = inputs.train_set if inputs.pairs is None else prompts_of_pairs(inputs, given)
+        report_shared_prompts("--train_prompts" if inputs.pairs is None else given, trained, inputs.eval_set)
+    if inputs.checkpoint and not args.eval_only:
+        check_updates(args.lr_schedule, load_checkpoint(inputs.checkpoint), workload)
+    all_schedules = {"--eval_num_inference_steps": args.eval_num_inference_steps, **schedules}
+    sampled = [(option, num_steps, args.image_size) for option, num_steps in all_schedules.items()]
+    check_schedules(inputs.family, args.model, sampled, args.num_frames)
+    for name, function in inputs.eval_rewards.items():
+        if getattr(function, "whole_group", False) and args.eval_images_per_prompt == 1:
+            told = "compares the images of a prompt, and --eval_images_per_prompt is 1"
+            raise ValueError(f"reward {name} {told}: make more, or set its attribute `relative`")
+    check_asked(args, inputs)
+    check_curriculum(args, inputs)
+    try_own_rewards(args, inputs, group_size)
+    offload_rewards(dict(inputs.all_rewards))
+
+
+def check_guidance(
+    args: SharedArgs, inputs: Inputs, guidance_scale: float | None, kl_guidance_scale: float = 1.0
+) -> None:
+    """Hold the scales of guidance, and the negative prompts that they need, against the script and the model.
+
+    guidance_scale, kl_guidance_scale: as check_inputs has them.
+
+    Raises:
+        ValueError: naming an option without effect.
+    """
     if guidance_scale is None and args.eval_guidance_scale not in (None, 1):
         raise ValueError(f"--eval_guidance_scale {args.eval_guidance_scale:g}: this script has no guidance")
     largest = max(guidance_scale or 1.0, args.eval_guidance_scale or 1.0, kl_guidance_scale)
@@ -80,33 +109,28 @@ def check_inputs(
             raise ValueError(f"{given}: {args.model} has one transformer")
         if largest <= 1:
             raise ValueError(f"{given}: needs guidance, a --guidance_scale above 1 in a script that has it")
-    if not args.eval_only:
-        trained = inputs.train_set if inputs.pairs is None else prompts_of_pairs(inputs, given)
-        report_shared_prompts("--train_prompts" if inputs.pairs is None else given, trained, inputs.eval_set)
-    if inputs.checkpoint and not args.eval_only:
-        check_updates(args.lr_schedule, load_checkpoint(inputs.checkpoint), workload)
-    all_schedules = {"--eval_num_inference_steps": args.eval_num_inference_steps, **schedules}
-    sampled = [(option, num_steps, args.image_size) for option, num_steps in all_schedules.items()]
-    check_schedules(inputs.family, args.model, sampled, args.num_frames)
     if args.eval_guidance_scale:
         with error_prefix("evaluation"):
             inputs.family.check(args.model, *args.image_size, args.num_frames, args.eval_guidance_scale)
-    for name, function in inputs.eval_rewards.items():
-        if getattr(function, "whole_group", False) and args.eval_images_per_prompt == 1:
-            told = "compares the images of a prompt, and --eval_images_per_prompt is 1"
-            raise ValueError(f"reward {name} {told}: make more, or set its attribute `relative`")
-    check_asked(args, inputs)
-    if isinstance(args, EngineArgs) and args.curriculum and not args.eval_only:  # tried as for the first step
+
+
+def check_curriculum(args: SharedArgs, inputs: Inputs) -> None:
+    """Ask --curriculum for weights once, as before the first step. Raises RunError: what it returns is none."""
+    if isinstance(args, EngineArgs) and args.curriculum and not args.eval_only:
         scores = torch.full((len(inputs.train_set),), torch.nan, dtype=torch.float64)
         part = optional_part("curriculum", "--curriculum")
         part.ask_curriculum(args.curriculum, 1, inputs.train_set, scores, torch.ones_like(scores))
+
+
+def try_own_rewards(args: SharedArgs, inputs: Inputs, group_size: int) -> None:
+    """Try the rewards of users' files on grey images. Raises RunError: one fails."""
     own = {name.rpartition(":")[2] for name in (*args.reward, *args.eval_reward) if code_file(name)}
-    if own:
-        tried = {name: function for name, function in inputs.all_rewards.items() if name in own}
-        both = (inputs.eval_set, inputs.train_set)
-        prompts = PromptSet([p for part in both for p in part.prompts], [r for part in both for r in part.metadata])
-        try_rewards(tried, prompts, args.image_size, args.num_frames, call_sizes(args, inputs, group_size))
-    offload_rewards(dict(inputs.all_rewards))
+    if not own:
+        return
+    tried = {name: function for name, function in inputs.all_rewards.items() if name in own}
+    both = (inputs.eval_set, inputs.train_set)
+    prompts = PromptSet([p for part in both for p in part.prompts], [r for part in both for r in part.metadata])
+    try_rewards(tried, prompts, args.image_size, args.num_frames, call_sizes(args, inputs, group_size))
 
 
 def check_weights(args: SharedArgs, inputs: Inputs) -> None:
