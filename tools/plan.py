@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 from common.cpu import repair_torchvision
 from common.errors import RunError, error_prefix, reason, truncate
 from common.files import count_sources, read_prompts
-from common.models import find_family
+from common.models import Family, find_family
+from common.options import SharedArgs
 from common.plan import Blueprint, measure, planned_run, work
 from common.plan.devices import DEVICES
 from common.plan.needs import (
@@ -45,7 +46,7 @@ from common.rewards import find_reward
 from common.run import parse_args
 from common.run.checks import check_adam_bits, check_lora_modules
 from common.user_code import code_file
-from common.weights import check_ranks_per_image, make_lora
+from common.weights import LoRA, check_ranks_per_image, make_lora
 from common.weights.base_weights import check_base_weights
 
 import torch
@@ -130,8 +131,6 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
     family = find_family(
         args.model, height, width, args.num_frames, w.guidance_scale, length, args.family, needs_weights=False
     )
-    if w.has_engine and not family.has_engine_pipeline(args.model):
-        raise ValueError(f"--rollout vllm: {family.__name__} has no engine for this model: pass --rollout local")
     lora = make_lora(
         family,
         model=args.model,
@@ -141,31 +140,7 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
         target_modules=args.lora_target_modules,
         base_weights=args.base_weights,
     )
-    check_base_weights(
-        args.base_weights,
-        trains_lora=lora is not None,
-        rollout=options.get("rollout", "local"),
-        shard_ranks=args.shard_ranks,
-        train_with=args.train_with,
-    )
-    check_adam_bits(args.adam_bits, lora is not None, args.train_with)
-    check_lora_modules(lora, options)
-    # a run with --pairs does not read --train_prompts
-    prompts = args.eval_prompts if w.drawn_prompts == 0 else args.train_prompts
-    num_sources = count_sources(family.num_sources, prompts[0])
-    if num_sources and w.prompt_cache is not None:
-        raise ValueError("--prompt_cache: keeps embeddings of texts, and these records have pictures as well")
-    check_ranks_per_image(
-        args.ranks_per_image,
-        family,
-        model=args.model,
-        image_size=args.image_size,
-        num_frames=args.num_frames,
-        max_sequence_length=length,
-        num_sources=num_sources,
-        train_with=args.train_with,
-        chained_steps=w.chained_steps,
-    )
+    num_sources = check_model(args, w, family, lora)
     with error_prefix(f"--model {args.model}", Exception):  # whatever a library raises over a stranger's configs
         dtype, vae_dtype = getattr(torch, w.dtype), getattr(torch, w.vae_dtype)
         blueprint = Blueprint(family, args.model, lora, dtype, num_sources, vae_dtype, fused_norms=device != "cpu")
@@ -179,6 +154,42 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
         w = planned_run(workload, options | chosen, len(eval_set), ranks, ranks_per_node)
     print(disk_line(blueprint, w, options, len(eval_set)))
     report(blueprint, w, device)
+
+
+def check_model(args: SharedArgs, w: PlannedRun, family: type[Family], lora: LoRA | None) -> int:
+    """Refuse what a run would refuse of the options and the model. Returns how many pictures a record has.
+
+    Raises:
+        ValueError: naming an option.
+    """
+    if w.has_engine and not family.has_engine_pipeline(args.model):
+        raise ValueError(f"--rollout vllm: {family.__name__} has no engine for this model: pass --rollout local")
+    check_base_weights(
+        args.base_weights,
+        trains_lora=lora is not None,
+        rollout=getattr(args, "rollout", "local"),
+        shard_ranks=args.shard_ranks,
+        train_with=args.train_with,
+    )
+    check_adam_bits(args.adam_bits, lora is not None, args.train_with)
+    check_lora_modules(lora, vars(args))
+    # a run with --pairs does not read --train_prompts
+    prompts = args.eval_prompts if w.drawn_prompts == 0 else args.train_prompts
+    num_sources = count_sources(family.num_sources, prompts[0])
+    if num_sources and w.prompt_cache is not None:
+        raise ValueError("--prompt_cache: keeps embeddings of texts, and these records have pictures as well")
+    check_ranks_per_image(
+        args.ranks_per_image,
+        family,
+        model=args.model,
+        image_size=args.image_size,
+        num_frames=args.num_frames,
+        max_sequence_length=args.max_sequence_length,
+        num_sources=num_sources,
+        train_with=args.train_with,
+        chained_steps=w.chained_steps,
+    )
+    return num_sources
 
 
 def disk_line(blueprint: Blueprint, w: PlannedRun, options: dict[str, Any], num_eval_prompts: int) -> str:
