@@ -82,13 +82,21 @@ TINY += ["--eval_num_inference_steps", 3, "--max_prompts", 8, *CONSTANT]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="the slow tests as well, where no file or folder is named")
+    parser.addoption("--by_hand", action="store_true", help="those of tests/by_hand as well, where none is named")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """`pytest` alone takes the fast tests. Where files, folders or -m are given, they say what runs."""
     is_alone = config.args_source != pytest.Config.ArgsSource.ARGS and not config.option.markexpr
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # workers of -n get both
+        config.option.by_hand |= not is_alone
     if is_alone and not config.getoption("--all"):
-        config.option.markexpr = "fast"  # workers of -n get it, too
+        config.option.markexpr = "fast"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """tests/by_hand has the tests of past studies and of calls on a GPU. They run where it is named."""
+    return collection_path == Path(__file__).parent / "by_hand" and not config.option.by_hand or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,104 +1,22 @@
-"""benchmarks/gpu: its programs run at tiny size on a CPU, from the checkout and as carried; and what they compute."""
+"""benchmarks/gpu: what its programs compute. tests/by_hand runs the programs themselves, at tiny size on a CPU."""
 
 import json
 import os
 import re
 import subprocess
 import tarfile
-from importlib.util import find_spec
-from pathlib import Path
 
 import flow_grpo
-from benchmarks.from_nothing import PARTS
 from benchmarks.gpu import attention, engine_there, facts, learned, sized, trace_table
 from common.run import utilisation
 from tests.conftest import ROOT
+from tests.gpu_programs import PROGRAMS
 
 import pytest
 import torch
 
-PROGRAMS = ROOT / "benchmarks" / "gpu"
-
-
-def run_program(program: Path, folder: Path, parts: str, **variables: str) -> str:
-    """Run some parts of a program at tiny size. Returns its report, which shows no folder of this machine."""
-    environment = os.environ | {"TINY": "1", "PARTS": parts, "OUT": str(folder / "out"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        ["bash", str(program)],
-        cwd=folder,
-        env=environment | variables,
-        text=True,
-        timeout=1200,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    report = (folder / "out" / f"{program.stem}.md").read_text()
-    logs = folder / "out" / f"{program.stem}.tar.gz"
-    with tarfile.open(logs) as tar:
-        names = [name for name in tar.getnames() if re.fullmatch(r"logs/\w+\.log", name)]
-        packed = {name: tar.extractfile(name).read().decode() for name in names}
-    assert done.returncode == 0 and "FAILED" not in report, done.stdout + "".join(packed.values())[-6000:]
-    assert sorted(packed) == sorted(f"logs/{part}.log" for part in parts.split())
-    assert not re.search(r"(^|[\s\"'=(])/\w+/", report), report
-    return report
-
 
 # ---- at tiny size ----------------------------------------------------------------------------------------------------
-def test_plan_peers_and_a_step_of_ours(tmp_path):
-    """With frozen weights given to FSDP, and random weights that are drawn instead of read."""
-    report = run_program(PROGRAMS / "call2.sh", tmp_path, "plan peers frozen")
-    told = {row["what"]: row for row in map(json.loads, re.findall(r"^\{.*\}$", report, re.MULTILINE))}
-    assert told["decode 4 images, fp32"]["s"] > 0 and told["decode 4 images, bf16, channels last"]["s"] > 0
-    for kernels in ("torch's choice", "no cuDNN"):
-        for what in (
-            "diffusers pipeline, 3 steps, pil",
-            "forward, LoRA in fp32, autocast, no FSDP",
-            "forward and backward, LoRA in fp32, autocast, no FSDP",
-            "forward and backward, LoRA in bf16, no FSDP",
-            "clip and AdamW, LoRA in bf16, no FSDP",
-        ):
-            assert told[f"{what}, {kernels}"]["s"] > 0
-        assert 0 <= told[f"ratios off 1, sampled in batches of 2 and trained in 1, {kernels}"]["most"] < 1e-2
-    assert "B of each of 1 GPUs, h100-80" in report and "it/s" not in report
-    assert 0 < told["levels of 255 off fp32, bf16, random weights"]["mean"] < 16
-    assert re.search(r"^\| update_actor \| [\d.]+ \|", report, re.MULTILINE), report
-    assert "--model tiny-sd35m" in report and "compile" not in report
-
-
-def test_facts_in_a_carried_checkout(tmp_path):
-    """As carry.sh leaves one, with a copy of the program in .gpu/, and no git: carried packages reach every process."""
-    tree = tmp_path / "tree"
-    (tree / ".gpu").mkdir(parents=True)
-    for name in ("flow_grpo.py", "common", "assets", "benchmarks"):
-        (tree / name).symlink_to(ROOT / name)
-    (tree / ".gpu" / "call1.sh").write_text((PROGRAMS / "call1.sh").read_text())
-    (tree / ".gpu" / "COMMIT").write_text("1234abc\n")
-    carried = tmp_path / "sitecustomize.py"  # which every Python imports that finds it
-    carried.write_text("import os, sys\nprint(sys.orig_argv[1:], file=open(os.environ['MARKS'], 'a'))\n")
-    with tarfile.open(tree / ".gpu" / "site.tar.xz", "w:xz") as tar:
-        tar.add(carried, "sitecustomize.py")
-    marks = tmp_path / "marks"
-    report = run_program(
-        tree / ".gpu" / "call1.sh", tmp_path, "facts", ONLY="fp32", MARKS=str(marks), TMPDIR=str(tmp_path)
-    )
-    assert "commit 1234abc, " in report
-    assert "| the CPU's numbers in fp32 | not tried | a CPU is compared with a GPU |" in report
-    assert "| the first ratio is exactly 1: fp32 | held | mean 1.0, deviation 0.0 |" in report
-    assert str(tree / "flow_grpo.py") in marks.read_text()
-
-
-@pytest.mark.skipif(find_spec("vllm_omni") is None, reason="vLLM-Omni is not installed")
-def test_attention_and_the_engine(tmp_path):
-    """The engine's facts are of a GPU; that it is there is said first."""
-    report = run_program(PROGRAMS / "call5.sh", tmp_path, "engine_there attention engine")
-    parts = re.findall(r"^- (\w+): \d+ s$", report, re.MULTILINE)
-    assert parts == ["engine_there", "attention", "engine"]
-    assert "the engine is there" in report
-    told = {row["what"]: row for row in map(json.loads, re.findall(r"^\{.*\}$", report, re.MULTILINE))}
-    assert len(told) == 4 * 3 and all(row["not_finite"] == 0 and row["off_by"] < 0.05 for row in told.values())
-    assert "| engine and trainer agree in bfloat16 | not tried | an engine on a GPU is meant |" in report
-
-
 @pytest.mark.parametrize(
     ("there", "is_tried"),
     [("print('error: the engine cannot be had: no wheel'); sys.exit(1)", False), ("sys.exit('slow')", True)],
@@ -127,15 +45,6 @@ sys.exit(1)
     assert ("- engine: not run" in report) is not is_tried
     with tarfile.open(tmp_path / "out" / "call5.tar.gz") as tar:
         assert ("facts_engine/runs/vllm/engine_rank0.log" in tar.getnames()) is is_tried
-
-
-def test_from_nothing(tmp_path):
-    """All parts of benchmarks/from_nothing.py at its tiny size: a policy of random weights draws nothing right yet."""
-    folder = tmp_path / "made"
-    report = run_program(PROGRAMS / "call4.sh", tmp_path, "draw sft rl bench report", FOLDER=str(folder))
-    assert "| base |" in report and (tmp_path / "out" / "call4_report.html").exists()
-    card = (tmp_path / "out" / "call4_README.md").read_text()
-    assert "--size tiny" in card and set(json.loads((folder / "seconds.json").read_text())) == set(PARTS)
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
