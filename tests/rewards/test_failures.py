@@ -531,9 +531,10 @@ def flaky_reward(folder):
     return ["--reward", f"{path}:flaky", "--reward_failure", "mask"]
 
 
-@pytest.mark.parametrize("script", ["flow_grpo.py", "diffusion_nft.py"])
-def test_a_run_continues_with_failed_images_masked(tmp_path, script, capfd):
-    """And its resumed half is the same run. The gradients of Guard and MixGRPO are held above."""
+def test_a_run_continues_with_failed_images_masked(tmp_path, capfd):
+    """And its resumed half is the same run. The gradients of Guard and MixGRPO are held above, runs of flow_grpo.py
+    below."""
+    script = "diffusion_nft.py"
     options = [*TINY, "--rollout", "local", "--num_steps", 2, "--updates_per_rollout", 2, "--kl_coef", 0.1]
     options += [*flaky_reward(tmp_path), *few_eval_prompts(tmp_path)]
     assert run_here(tmp_path, script, *options, "--name", "whole") is None
@@ -554,14 +555,14 @@ def test_a_run_continues_with_failed_images_masked(tmp_path, script, capfd):
 
 def test_two_ranks_mask_the_images_that_one_masks(tmp_path):
     """Invariant 11 with failures, which fall on the ranks unevenly: first updates to round-off."""
-    options = ["--rollout", "local", "--num_steps", 2, *SMALL, "--updates_per_rollout", 2, "--kl_coef", 0.1]
+    options = ["--rollout", "local", "--num_steps", 1, *SMALL, "--updates_per_rollout", 2, "--kl_coef", 0.1]
     options += [*flaky_reward(tmp_path), *few_eval_prompts(tmp_path)]
     torchrun(tmp_path, "flow_grpo.py", "--name", "one", *options)
     torchrun(tmp_path, "flow_grpo.py", "--name", "two", *options, nproc=2)
     one, two = (read_metrics(tmp_path / "runs" / name) for name in ("one", "two"))
     for name in ("val/flaky/failed", "val/flaky/mean"):
         assert two[0][name] == pytest.approx(one[0][name], abs=1e-6), name
-    assert one[1]["critic/rewards/flaky/failed"] > 0
+    assert 0 < one[1]["critic/rewards/flaky/failed"] < 16 and one[1]["actor/grad_norm"] > 0
     for name in ("rewards/flaky/failed", "rewards/skipped_groups", "rewards/mean", "rewards/std_mean"):
         assert two[1][f"critic/{name}"] == pytest.approx(one[1][f"critic/{name}"], abs=1e-6), name
     for name in ("actor/loss", "actor/kl_loss", "actor/grad_norm"):

@@ -469,7 +469,7 @@ def test_sign_colour_by_hand():
 COLOUR = f"{ROOT / 'assets' / 'sign_colour.py'}:sign_colour"
 
 
-@pytest.mark.parametrize("script", ["flow_grpo.py", "dpo_offline.py", "diffusion_nft.py"])
+@pytest.mark.parametrize("script", ["dpo_offline.py", "diffusion_nft.py"])
 def test_a_run_is_watched_and_ends_by_a_rule(script, tmp_path, capfd):
     """It stops and saves after the second evaluation, and continues when asked. --eval_only ignores the rule."""
     options = ["--name", "run", "--num_steps", 3, "--eval_every", 1, "--eval_reward", COLOUR, "--learning_rate", 1e-2]
