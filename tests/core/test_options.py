@@ -268,7 +268,18 @@ def test_eval_only_takes_other_prompts_and_rewards_than_the_run(run, tmp_path):
     ]
 
 
-NO_TRAINING = ["--eval_only", "True", "--max_prompts", 2, "--train_prompts", "nowhere.txt", "--micro_batch_size", 7]
+NO_TRAINING = [
+    "--eval_only",
+    "True",
+    "--max_prompts",
+    2,
+    "--eval_num_inference_steps",
+    2,
+    "--train_prompts",
+    "nowhere.txt",
+    "--micro_batch_size",
+    7,
+]
 
 
 @pytest.mark.parametrize(
