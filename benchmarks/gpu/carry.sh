@@ -2,6 +2,7 @@
 # Prepare a checkout for a GPU machine without a network: pack what such a machine lacks, as small as it gets.
 #
 #     bash benchmarks/gpu/carry.sh        # in the root of a checkout, on a machine with pip; a minute, no GPU
+#     pytest tests/by_hand/test_gpu_calls.py    # before: do the programs still run? minutes on a CPU
 #
 # It makes .gpu/, which git ignores: site.tar.xz (diffusers, tyro and what they import) and COMMIT.
 # Send the checkout with it. torch, transformers, peft and accelerate must be on the GPU machine, for Python
