@@ -13,6 +13,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import gc
 import importlib
 import importlib.util
 import io
@@ -307,6 +308,16 @@ def run_here(folder: Path, script: str, *options: object) -> str | int | None:
             dist.destroy_process_group()
         while lock._locks:  # a run's lock lasts as long as its process, which continues here
             lock._locks.popitem()[1].release()
+        freeze_imports(len(sys.modules) // 100)
+
+
+@functools.cache
+def freeze_imports(hundreds_of_modules: int) -> None:
+    """The collection at a run's end leaves alone what was imported, as in tests/warm.py: it takes a second otherwise,
+    which is half of a run of the toy model. Again where more has been imported since."""
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)
 
 
 def new_run(

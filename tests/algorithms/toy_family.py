@@ -7,19 +7,25 @@ The velocity is W (x, c, s), linear in all of them. --lora_rank 1 trains W + alp
 4e-6 (benchmarks/exam_model.py).
 """
 
+import atexit
+import functools
+import json
 import math
+import shutil
+import tempfile
 from pathlib import Path
 
 from benchmarks.exam_model import to_images, to_latents
 from common.models.family import Conditioning, Family, Schedule, Shapes
 
 import torch
-from diffusers import ConfigMixin, ModelMixin
+from diffusers import AutoencoderKL, ConfigMixin, ModelMixin, SD3Transformer2DModel
 from diffusers.configuration_utils import register_to_config
 from diffusers.loaders import PeftAdapterMixin
 from PIL import Image
 from torch import Tensor
 
+EMBEDDED = Path(__file__).parents[2] / "assets" / "embedded"
 NUM_LATENTS, NUM_INPUTS = 4, 7
 START = torch.tensor([[math.sin(1 + 3 * i + 5 * j) / 2 for j in range(NUM_INPUTS)] for i in range(NUM_LATENTS)])
 
@@ -86,6 +92,27 @@ class Toy(Family):
 
     def picture_tensors(self) -> list[Tensor]:
         return [torch.zeros(1)]
+
+
+@functools.cache
+def toy_model() -> Path:
+    """A --model for Toy, which takes nothing of it but its class: a pipeline of SD3 whose transformer and VAE have a
+    few weights, without text encoders. It loads in a fifth of the time that the embedded model takes."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    shutil.copytree(EMBEDDED / "scheduler", folder / "scheduler")
+    sizes = ("attention_head_dim", "in_channels", "out_channels", "joint_attention_dim", "caption_projection_dim")
+    sizes += ("pooled_projection_dim", "pos_embed_max_size", "sample_size")
+    one = {"num_layers": 1, "num_attention_heads": 1}
+    SD3Transformer2DModel(**one, **dict.fromkeys(sizes, 4)).save_pretrained(folder / "transformer")
+    vae = {"block_out_channels": [4], "norm_num_groups": 4, "mid_block_add_attention": False}
+    AutoencoderKL(**vae).save_pretrained(folder / "vae")
+    index = json.loads((EMBEDDED / "model_index.json").read_text())
+    for name, part in index.items():
+        is_kept = name in ("scheduler", "transformer", "vae") or not isinstance(part, list)
+        index[name] = part if is_kept else [None, None]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    return folder
 
 
 def numbers_of(prompt: str) -> list[float]:
