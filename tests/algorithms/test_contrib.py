@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import grpo_guard
 from common.data import PromptSet
+from common.engine import client
 from common.errors import RunError
 from common.files.checkpoints import load_checkpoint, saved_checkpoints
 from common.files.prompts import read_prompts
@@ -36,6 +37,7 @@ from contrib import (
     v_grpo,
 )
 from dpo_offline import dpo_loss
+from tests.algorithms.test_mains import EngineByHand, options_of
 from tests.conftest import (
     EMBEDDED,
     ROOT,
@@ -53,6 +55,7 @@ from tests.conftest import (
     shared_options,
     torchrun,
     unread_options,
+    without_times,
 )
 from tools.diff import parent_of, sections
 
@@ -1264,7 +1267,7 @@ ON_TWO_RANKS = [f"contrib/{name}.py" for name in ("crd", "diffusion_opd", "onlin
 
 
 # whose own tests run them
-ELSEWHERE = [f"contrib/{name}.py" for name in ("dmd2", "draft", "sft", "tdm_r1")]
+ELSEWHERE = [f"contrib/{name}.py" for name in ("dmd2", "draft", "flow_grpo_ahead", "sft", "tdm_r1")]
 
 
 @pytest.mark.parametrize("script", [script for script in SCRIPTS if script not in ELSEWHERE])
@@ -1273,12 +1276,11 @@ def test_a_script_runs_and_on_two_ranks_as_on_one(tmp_path, script):
     seed and Adam's options are not the defaults: each script's own `main` hands them on."""
     options = [*TINY, *SEED_AND_ADAM, "--save_rollouts", 1, "--num_steps", 2]
     options += [*few_eval_prompts(tmp_path, 2), "--reward", brightness_reward(tmp_path)]
-    rollout = "vllm" if script == "contrib/flow_grpo_ahead.py" else "local"
-    options += ["--num_inference_steps", 3, "--rollout", rollout]
+    options += ["--num_inference_steps", 3, "--rollout", "local"]
     options += ["--micro_batch_size", 2 if script == "contrib/online_dpo.py" else 4]
     options += teachers_of(tmp_path) if script == "contrib/diffusion_opd.py" else []
     run = tmp_path / "runs" / "ranks1"
-    torchrun(tmp_path, script, "--name", "ranks1", *options)
+    assert run_here(tmp_path, script, "--name", "ranks1", *options) is None
     one = read_metrics(run)
     assert_seed_and_adam(run, num_steps=2)
     if script in ON_TWO_RANKS:
@@ -1312,7 +1314,7 @@ def test_draft_learns_and_two_ranks_do_as_one(tmp_path, redness, changes):
     options += ["--lr_schedule", "constant", "--learning_rate", 1e-4 if "--lora_rank" in changes else 5e-3]
     options += ["--weight_decay", 0.25]
     run = tmp_path / "runs" / "ranks1"
-    torchrun(tmp_path, "contrib/draft.py", "--name", "ranks1", *options, "--num_steps", 4)
+    assert run_here(tmp_path, "contrib/draft.py", "--name", "ranks1", *options, "--num_steps", 4) is None
     torchrun(tmp_path, "contrib/draft.py", "--name", "ranks2", *options, "--num_steps", 1, nproc=2)
     one, two = (read_metrics(tmp_path / "runs" / name) for name in ("ranks1", "ranks2"))
     for metric in ("critic/rewards/redness/mean", "actor/loss", "actor/grad_norm", "val/redness/mean"):
@@ -1388,8 +1390,8 @@ def test_v_grpo_does_the_same_with_an_engine(tmp_path):
     the policy before the first one."""
     options = [*TINY, "--num_steps", 2, *few_eval_prompts(tmp_path, 2), "--reward", brightness_reward(tmp_path)]
     options += ["--micro_batch_size", 4, "--learning_rate", 0.01, "--updates_per_rollout", 1, "--epochs_per_rollout", 2]
-    for rollout in ("local", "vllm"):
-        torchrun(tmp_path, "contrib/v_grpo.py", "--name", rollout, "--rollout", rollout, *options)
+    assert run_here(tmp_path, "contrib/v_grpo.py", "--name", "local", "--rollout", "local", *options) is None
+    torchrun(tmp_path, "contrib/v_grpo.py", "--name", "vllm", "--rollout", "vllm", *options)
     local, vllm = (read_metrics(tmp_path / "runs" / name) for name in ("local", "vllm"))
     assert local[2]["critic/rewards/mean"] != local[1]["critic/rewards/mean"] and local[1]["actor/kl_loss"] > 0
     for row, other in zip(local[1:], vllm[1:], strict=True):
@@ -1398,17 +1400,17 @@ def test_v_grpo_does_the_same_with_an_engine(tmp_path):
     assert local[2]["val/brightness/mean"] == pytest.approx(vllm[2]["val/brightness/mean"], abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("script", "changes"), [("contrib/tempflow_grpo.py", ["--sde_window_range", 1, 2]), ("contrib/ram.py", [])]
-)
-def test_the_engine_samples_the_same_images(tmp_path, script, changes):
+def test_the_engine_samples_the_same_images_of_a_seed(tmp_path):
+    """RAM samples by diffusion_nft.py's functions, to the byte, which test_siblings.py runs with engines."""
+    script = "contrib/tempflow_grpo.py"
     options = [*TINY, "--num_steps", 1, *few_eval_prompts(tmp_path, 2), "--reward", brightness_reward(tmp_path)]
-    for rollout in ("local", "vllm"):
-        torchrun(tmp_path, script, "--name", rollout, "--rollout", rollout, *options, *changes)
+    options += ["--sde_window_range", 1, 2]
+    assert run_here(tmp_path, script, "--name", "local", "--rollout", "local", *options) is None
+    torchrun(tmp_path, script, "--name", "vllm", "--rollout", "vllm", *options)
     local, vllm = (read_metrics(tmp_path / "runs" / name)[1] for name in ("local", "vllm"))
     assert local["critic/rewards/mean"] == pytest.approx(vllm["critic/rewards/mean"], abs=1e-6)
     assert local["actor/grad_norm"] == pytest.approx(vllm["actor/grad_norm"], rel=1e-3)
-    assert vllm.get("rollout_corr/logprob_abs_diff_max", 0) <= 2e-6  # where there is a log-prob
+    assert vllm["rollout_corr/logprob_abs_diff_max"] <= 2e-6
 
 
 # ---- Flow-GRPO one rollout ahead -------------------------------------------------------------------------------------
@@ -1432,52 +1434,83 @@ def test_an_evaluation_of_rollouts_ahead_needs_no_engine():
         flow_grpo_ahead.check(flow_grpo_ahead.Args(rollout="local"))
 
 
-def test_a_rollout_ahead_is_sampled_by_the_policy_before_the_update(tmp_path):
-    options = [*TINY, "--num_steps", 2, *few_eval_prompts(tmp_path, 2), "--reward", brightness_reward(tmp_path)]
-    options += ["--rollout", "vllm", "--learning_rate"]
-    for name, script, nproc, *more in (
-        ("flow", "flow_grpo.py", 1, 0.1),
-        ("still", "flow_grpo.py", 1, 0),
-        ("never_ahead", "contrib/flow_grpo_ahead.py", 1, 0.1, "--eval_every", 1),
-        ("ahead", "contrib/flow_grpo_ahead.py", 1, 0.1),
-        ("two_ranks", "contrib/flow_grpo_ahead.py", 2, 0.1),
+@pytest.fixture
+def engine_by_hand(monkeypatch):
+    """The toy model's engine, in this process, which samples what is ahead as soon as it is asked to."""
+
+    class Started:
+        def __init__(self, target, daemon):
+            self.start = target
+
+    monkeypatch.setattr(flow_grpo_ahead, "threading", SimpleNamespace(Thread=Started))
+    monkeypatch.setattr(client, "VLLMEngine", EngineByHand)
+    monkeypatch.setattr("common.engine.check_engine", lambda *of, **named: None)
+    monkeypatch.setattr(EngineByHand, "started", [])
+
+
+def test_a_rollout_ahead_is_sampled_by_the_policy_before_the_update(tmp_path, engine_by_hand):
+    ahead = "contrib/flow_grpo_ahead.py"
+    rows = {}
+    for name, script, changes in (
+        ("flow", "flow_grpo.py", {}),
+        ("still", "flow_grpo.py", {"learning_rate": 0}),
+        ("never_ahead", ahead, {"eval_every": 1}),
+        ("ahead", ahead, {}),
     ):
-        torchrun(tmp_path, script, "--name", name, *options, *more, nproc=nproc)
-    rows = {run.name: read_metrics(run) for run in (tmp_path / "runs").iterdir()}
+        changes = {"num_steps": 2, "rollout": "vllm"} | changes
+        command = options_of("flow_grpo.py", tmp_path, name=name, **changes)
+        assert run_here(tmp_path, script, *command) is None
+        rows[name] = read_metrics(tmp_path / "runs" / name)
     # with nothing ahead it is Flow-GRPO, to the bit; otherwise the second rollout is that of the first policy
     assert all(same_rewards(*pair) for pair in zip(rows["never_ahead"], rows["flow"], strict=True))
     assert same_rewards(rows["ahead"][2], rows["still"][2]) and not same_rewards(rows["ahead"][2], rows["flow"][2])
     assert [row["training/staleness"] for row in rows["ahead"][1:]] == [0, 1]
     assert [row["training/staleness"] for row in rows["never_ahead"][1:]] == [0, 0]
+
+
+def test_the_engines_of_two_ranks_sample_ahead_as_that_of_one(tmp_path):
+    options = [*TINY, *SEED_AND_ADAM, "--save_rollouts", 1, "--num_steps", 2, *few_eval_prompts(tmp_path, 2)]
+    options += ["--reward", brightness_reward(tmp_path), "--rollout", "vllm", "--learning_rate", 0.1]
+    rows = {}
+    for nproc in (1, 2):
+        torchrun(tmp_path, "contrib/flow_grpo_ahead.py", "--name", f"ranks{nproc}", *options, nproc=nproc)
+        rows[nproc] = read_metrics(tmp_path / "runs" / f"ranks{nproc}")
+        assert_seed_and_adam(tmp_path / "runs" / f"ranks{nproc}", num_steps=2)
+    assert [row["training/staleness"] for row in rows[1][1:]] == [0, 1]
     # the ratio is that to the policy that sampled, which the engine's log-probs belong to
-    assert rows["ahead"][1]["actor/on_policy_ratio_std"] == 0 < rows["ahead"][2]["actor/on_policy_ratio_std"]
-    assert rows["ahead"][2]["rollout_corr/logprob_abs_diff_max"] <= 2e-6
-    for one, two in zip(rows["ahead"][1:], rows["two_ranks"][1:], strict=True):
+    assert rows[1][1]["actor/on_policy_ratio_std"] == 0 < rows[1][2]["actor/on_policy_ratio_std"]
+    assert rows[1][2]["rollout_corr/logprob_abs_diff_max"] <= 2e-6
+    for one, two in zip(rows[1][1:], rows[2][1:], strict=True):
         for name in ("critic/rewards/mean", "actor/ratio_mean", "actor/grad_norm"):
             assert one[name] == pytest.approx(two[name], rel=1e-4), name
 
 
-def test_what_was_ahead_of_a_signal_is_sampled_again(tmp_path):
+def test_what_was_ahead_of_a_signal_is_sampled_again(tmp_path, engine_by_hand):
     reward = tmp_path / "ending.py"
     reward.write_text(
-        "import os, pathlib, signal\nimport numpy\n\nrollouts = 0\n\n\ndef ending(images, prompts, metadata):\n"
-        "    global rollouts\n    rollouts += len(images) > 2  # an evaluation has two images\n"
-        f"    told = pathlib.Path({str(tmp_path / 'told')!r})\n    if rollouts == 3 and told.exists():\n"
-        "        told.unlink()\n        os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    return [numpy.asarray(image).mean() / 255 for image in images]\n"
+        "import os, pathlib, signal\nfrom tests.algorithms.toy_family import closeness\n\nrollouts = 0\n\n\n"
+        "def ending(images, prompts, metadata):\n"
+        f"    global rollouts\n    told = pathlib.Path({str(tmp_path / 'told')!r})\n    if told.exists():\n"
+        "        rollouts += len(images) > 4  # an evaluation has four images\n        if rollouts == 3:\n"
+        "            told.unlink()\n            os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return closeness(images, prompts, metadata)\n"
     )
-    options = [*TINY, "--num_steps", 4, *few_eval_prompts(tmp_path, 2), "--reward", f"{reward}:ending"]
-    options += ["--rollout", "vllm", "--learning_rate", 0.1]
     script = "contrib/flow_grpo_ahead.py"
-    torchrun(tmp_path, script, "--name", "whole", *options)
+    changes = {"num_steps": 4, "eval_every": 5, "eval_images_per_prompt": 1, "rollout": "vllm"}
+    changes |= {"reward": f"{reward}:ending", "trust_code": True}
+
+    def run(name, *more):
+        return run_here(tmp_path, script, *options_of(script, tmp_path, name=name, **changes), *more)
+
+    assert run("whole") is None
     (tmp_path / "told").touch()  # the third rollout, which is ahead in the second step, ends the next run
-    torchrun(tmp_path, script, "--name", "stopped", *options)
+    assert not run("stopped")
     stopped = tmp_path / "runs" / "stopped"
     assert len(read_metrics(stopped)) == 1 + 2 and not (tmp_path / "told").exists()
-    torchrun(tmp_path, script, "--name", "stopped", "--resume", "latest", *options)
-    for one, other in zip(read_metrics(tmp_path / "runs" / "whole"), read_metrics(stopped), strict=True):
-        assert {name for name in one if not name.startswith(("timing", "perf")) and one[name] != other[name]} == set()
-    assert [row["training/staleness"] for row in read_metrics(stopped)[1:]] == [0, 1, 1, 1]
+    assert run("stopped", "--resume", "latest") is None
+    whole = without_times(read_metrics(tmp_path / "runs" / "whole"))
+    assert without_times(read_metrics(stopped)) == whole
+    assert [row["training/staleness"] for row in whole[1:]] == [0, 1, 1, 1]
 
 
 @pytest.mark.fast
