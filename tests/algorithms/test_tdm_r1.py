@@ -240,7 +240,7 @@ def test_a_trained_step_is_where_sampling_was():
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
 OPTIONS = ["--num_prompts", 2, "--group_size", 2, "--micro_batch_size", 2, "--fake_updates", 2, "--save_every", 1]
-OPTIONS += ["--reward", "jpeg_compressibility", "--keep_checkpoints", 3]
+OPTIONS += ["--reward", "jpeg_compressibility", "--keep_checkpoints", 3, "--eval_num_inference_steps", 2]
 FULL = ["--lora_rank", 0, "--learning_rate", 1e-4, "--fake_learning_rate", 1e-4, "--surrogate_learning_rate", 1e-4]
 LOSSES = ("actor/loss", "actor/grad_norm", "actor/fake_loss", "actor/fake_grad_norm", "surrogate/loss")
 POLICIES = {"default", "fake", "surrogate"}
@@ -251,18 +251,19 @@ def test_a_run_resumes_to_the_bit_and_two_ranks_do_as_one(tmp_path, weights):
     """Student, fake score, surrogate, and the moments of all three."""
     options = [*OPTIONS, *few_eval_prompts(tmp_path, 2), *weights, "--reward", brightness_reward(tmp_path)]
     options += ["--trust_code", "True"]
-    torchrun(tmp_path, "contrib/tdm_r1.py", *options, "--name", "whole", "--num_steps", 3)
-    torchrun(tmp_path, "contrib/tdm_r1.py", *options, "--name", "ranks2", "--num_steps", 3, nproc=2)
-    resumed = ["--name", "parts", "--num_steps", 3, "--resume", tmp_path / "runs/whole/checkpoints/step_000001.pt"]
-    torchrun(tmp_path, "contrib/tdm_r1.py", *options, *resumed)
+    options += ["--num_steps", 2]
+    assert run_here(tmp_path, "contrib/tdm_r1.py", *options, "--name", "whole") is None
+    torchrun(tmp_path, "contrib/tdm_r1.py", *options, "--name", "ranks2", nproc=2)
+    resumed = ["--name", "parts", "--resume", tmp_path / "runs/whole/checkpoints/step_000001.pt"]
+    assert run_here(tmp_path, "contrib/tdm_r1.py", *options, *resumed) is None
     rows = {name: without_times(read_metrics(tmp_path / "runs" / name)) for name in ("whole", "ranks2", "parts")}
-    assert rows["parts"][-2:] == rows["whole"][-2:]
-    for step in (1, 2, 3):
+    assert rows["parts"] == rows["whole"][2:]
+    for step in (1, 2):
         for metric in (*LOSSES, "surrogate/grad_norm"):
             assert rows["ranks2"][step][metric] == pytest.approx(rows["whole"][step][metric], rel=1e-3), metric
             assert rows["whole"][step][metric] > 0
     runs = [tmp_path / "runs" / name for name in ("whole", "parts")]
-    whole, parts = (whole_checkpoint(run / "checkpoints" / "step_000003.pt") for run in runs)
+    whole, parts = (whole_checkpoint(run / "checkpoints" / "step_000002.pt") for run in runs)
     assert set(whole["policies"]) == POLICIES | ({"ema"} if "--ema_decay" in weights else set())
     for part in ("policies", "optimizer", "optimizers", "tensors"):
         assert_same(parts.get(part), whole.get(part))
@@ -356,19 +357,18 @@ def test_a_student_of_full_weights_has_the_model_as_its_teacher(tmp_path):
         assert "--student" in line and "\n" not in line
 
 
-@pytest.mark.parametrize(("weight", "sign"), [(1, 1), (-1, -1)])
-def test_the_mean_goes_where_the_reward_says(tmp_path, weight, sign):
-    """On the exam's Gaussian, in two steps, whose mean is 0; it is 0.3 from there after 30 steps."""
+def test_the_mean_goes_where_the_reward_says(tmp_path):
+    """On the exam's Gaussian, in two steps: by the reward's negative the mean is 0.3 below 0 after 30 steps."""
     model = ROOT / "benchmarks" / "exam_model.py"
     (tmp_path / "prompts.txt").write_text("a\nb\n")
     prompts = ["--train_prompts", tmp_path / "prompts.txt", "--eval_prompts", tmp_path / "prompts.txt"]
-    options = ["--family", f"{model}:Gaussian", "--reward", f"{model}:height", "--reward_weights", weight]
+    options = ["--family", f"{model}:Gaussian", "--reward", f"{model}:height", "--reward_weights", -1]
     options += ["--lora_rank", 0, "--image_size", 16, 16, "--num_prompts", 2, "--group_size", 32, *prompts]
     options += ["--teacher_guidance", 1, "--surrogate_guidance", 1, "--fake_learning_rate", 0.05, "--fake_updates", 5]
     options += ["--surrogate_learning_rate", 0.02, "--learning_rate", 0.02, "--num_steps", 30, "--eval_every", 30]
     assert run_here(tmp_path, "contrib/tdm_r1.py", *options, "--eval_images_per_prompt", 64) is None
     before, after = (read_metrics(tmp_path / "runs" / "tdm_r1")[step]["val/height/mean"] for step in (0, 30))
-    assert abs(before) < 0.15 and sign * (after - before) > 0.15
+    assert abs(before) < 0.15 and before - after > 0.15
 
 
 @pytest.mark.fast
