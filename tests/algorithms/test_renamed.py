@@ -15,12 +15,12 @@ from common.run.inputs import Inputs, choose_sizes
 from common.weights.lora import make_lora
 from common.workload import Workload
 from tests.algorithms.test_contrib import SCRIPTS as CONTRIB
+from tests.algorithms.test_mains import TOY
+from tests.algorithms.toy_family import toy_model
 from tests.conftest import (
     EMBEDDED,
     ROOT,
     SCRIPTS,
-    brightness_reward,
-    few_eval_prompts,
     own_options,
     read_metrics,
     shared_options,
@@ -150,13 +150,17 @@ def test_a_script_with_other_names_has_the_same_plan_and_sizes(script, two_gpus,
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_with_other_names_computes_the_same_numbers(script, tmp_path, monkeypatch):
-    """Two steps under torchrun; as only a whole run shows which metrics and options the library reads by name."""
+    """Two steps of the toy model; as only a whole run shows which metrics and options the library reads by name."""
     copy, renamer = rename(script, tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     own = {"num_prompts": 4, "group_size": 4, "kl_coef": 0.1, "guidance_scale": 2.0, "num_pairs": 4}
     own |= {"num_pair_prompts": 4, "num_inference_steps": 4}
-    shared = ["--micro_batch_size", 4, "--num_steps", 2, "--eval_every", 2, *few_eval_prompts(tmp_path, 4)]
-    shared += ["--reward", brightness_reward(tmp_path), "--eval_guidance_scale", 1.0, "--ema_decay", 0.5]
+    shared = ["--micro_batch_size", 4, "--num_steps", 2, "--eval_every", 2, "--eval_guidance_scale", 1.0]
+    shared += ["--model", toy_model(), "--family", f"{TOY}:Toy", "--image_size", 2, 2, "--reward", f"{TOY}:closeness"]
+    shared += ["--lora_rank", 1, "--ema_decay", 0.5]
+    for name in ("train", "eval"):
+        (tmp_path / f"{name}.txt").write_text("1 0.5 0\n-0.5 1 0\n0.75 -1 0\n0.3 1 0\n")
+        shared += [f"--{name}_prompts", tmp_path / f"{name}.txt"]
     if script != "dpo_offline.py":
         shared += ["--rollout", "local"]
     rows = {}
