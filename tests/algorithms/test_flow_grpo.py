@@ -143,7 +143,11 @@ def test_one_sgd_step_is_the_same_on_any_ranks_and_micro_batches(tmp_path):
         ("micro", 1, 4, 1),
         ("copies", 4, 2, 2),
     ):
-        torchrun(tmp_path, "tests/one_sgd_step.py", tmp_path / f"{name}.pt", micro, shard_ranks, nproc=nproc)
+        options = [tmp_path / f"{name}.pt", micro, shard_ranks]
+        if nproc == 1:
+            assert run_here(tmp_path, "tests/one_sgd_step.py", *options) is None
+        else:
+            torchrun(tmp_path, "tests/one_sgd_step.py", *options, nproc=nproc)
         adapters[name] = torch.load(tmp_path / f"{name}.pt")
     assert max(v.abs().max() for k, v in adapters["big"].items() if "lora_B" in k) > 1e-4
     for other in ("micro", "copies"):
@@ -230,8 +234,8 @@ def test_rescoring_a_trajectory_gives_its_log_probs(one_rank):
 # ---- what is learned -------------------------------------------------------------------------------------------------
 def test_constant_reward_changes_nothing(tmp_path):
     """Invariants 12 and 20."""
-    options = ["--rollout", "local", "--num_steps", 2, *SMALL, *few_eval_prompts(tmp_path)]
-    torchrun(tmp_path, "flow_grpo.py", *options, "--reward", constant_reward(tmp_path))
+    options = ["--rollout", "local", "--num_steps", 2, *SMALL, *few_eval_prompts(tmp_path, 2)]
+    assert run_here(tmp_path, "flow_grpo.py", *options, "--reward", constant_reward(tmp_path)) is None
     rows = read_metrics(tmp_path / "runs" / "flow_grpo")
     assert [row["actor/loss"] for row in rows[1:]] == [0, 0] and rows[1]["critic/rewards/zero_std_ratio"] == 1
     state = torch.load(tmp_path / "runs/flow_grpo/checkpoints/step_000002.pt", weights_only=True)
@@ -246,7 +250,7 @@ def test_a_reversed_reward_goes_the_other_way(tmp_path):
     options = ["--rollout", "local", "--num_steps", 6, *SMALL, "--learning_rate", 3e-3, *few_eval_prompts(tmp_path, 16)]
     final = {}
     for name in ("jpeg_compressibility", "jpeg_incompressibility"):
-        torchrun(tmp_path, "flow_grpo.py", "--name", name, "--reward", name, *options)
+        assert run_here(tmp_path, "flow_grpo.py", "--name", name, "--reward", name, *options) is None
         rows = read_metrics(tmp_path / "runs" / name)
         final[name] = rows[-1][f"val/{name}/mean"] - rows[0][f"val/{name}/mean"]
     assert final["jpeg_compressibility"] > 0 and final["jpeg_incompressibility"] > 0
@@ -264,11 +268,12 @@ def test_a_step_kind_of_the_users_own(tmp_path):
         "    mean = x + (v + q_squared / (2 * sigma) * (x + (1 - sigma) * v)) * dt\n"
         "    return mean, (q_squared * -dt) ** 0.5\n"
     )
-    options = ["--rollout", "local", "--num_steps", 2, *TINY, "--reward", brightness_reward(tmp_path)]
+    options = ["--rollout", "local", *TINY, "--reward", brightness_reward(tmp_path)]
     options += [*few_eval_prompts(tmp_path, 2), "--kl_coef", 0]  # --kl_type code has a rule for `sde` by its name
     rows = {}
-    for name, sde_type in (("sde", "sde"), ("same", "steps.py:same"), ("paper", "steps.py:paper")):
-        assert run_here(tmp_path, "flow_grpo.py", "--name", name, "--sde_type", sde_type, *options) is None
+    for name, sde_type, steps in (("sde", "sde", 2), ("same", "steps.py:same", 2), ("paper", "steps.py:paper", 1)):
+        given = ["--name", name, "--sde_type", sde_type, "--num_steps", steps]
+        assert run_here(tmp_path, "flow_grpo.py", *given, *options) is None
         rows[name] = without_times(read_metrics(tmp_path / "runs" / name))
     assert rows["same"] == rows["sde"] and rows["sde"][2]["actor/grad_norm"] > 0
     for name in ("critic/rewards/mean", "critic/rewards/std_mean", "actor/loss", "actor/grad_norm"):

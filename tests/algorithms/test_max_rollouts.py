@@ -91,7 +91,7 @@ def test_a_step_is_that_of_the_prompts_that_took_the_places(script, tmp_path, mo
 
 
 @pytest.mark.parametrize("script", ["flow_grpo.py", "mix_grpo.py", "diffusion_nft.py"])
-def test_a_resumed_run_is_the_whole_run_to_the_bit(script, tmp_path):
+def test_a_resumed_run_is_the_whole_run_to_the_bit_and_two_ranks_find_the_groups_of_one(script, tmp_path):
     assert run_here(tmp_path, script, *options(script, tmp_path, name="run", max_rollouts=3)) is None
     folder = tmp_path / "runs" / "run"
     assert_replaced(folder)
@@ -103,17 +103,10 @@ def test_a_resumed_run_is_the_whole_run_to_the_bit(script, tmp_path):
     names = [f"{name}/adapter/pytorch_lora_weights.safetensors" for name in ("run", "again")]
     whole, resumed = ((tmp_path / "runs" / name).read_bytes() for name in names)
     assert whole == resumed
-
-
-@pytest.mark.parametrize("script", ["flow_grpo.py", "mix_grpo.py", "diffusion_nft.py"])
-def test_two_ranks_find_the_groups_of_one(script, tmp_path):
-    assert run_here(tmp_path, script, *options(script, tmp_path, name="one", max_rollouts=3)) is None
-    two = options(script, tmp_path, name="two", max_rollouts=3, micro_batch_size=1)
-    torchrun(tmp_path, script, *two, nproc=2)
-    one, two = (tmp_path / "runs" / name for name in ("one", "two"))
-    assert_replaced(one)
+    two = tmp_path / "runs" / "two"
+    torchrun(tmp_path, script, *options(script, tmp_path, name="two", max_rollouts=3, micro_batch_size=1), nproc=2)
     assert_replaced(two)
-    for row, other in zip(read_metrics(one), read_metrics(two), strict=True):
+    for row, other in zip(rows, read_metrics(two), strict=True):
         for name, value in row.items():
             if name != "actor/ratio_std" and name.startswith(("actor/", "critic/", "rollout/", "val/")):  # of a pass
                 assert other[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
