@@ -320,6 +320,26 @@ def freeze_imports(hundreds_of_modules: int) -> None:
     atexit.register(gc.unfreeze)
 
 
+def run_and_resume(folder: Path, script: str, options: Sequence[object]) -> tuple[Path, Path]:
+    """Two training steps in runs/whole; in runs/cut the same run, resumed where its first step ended. Returns both."""
+    steps = ["--num_steps", 2, "--save_every", 1, "--eval_every", 2, *CONSTANT]
+    assert run_here(folder, script, *options, *steps, "--name", "whole") is None
+    whole, cut = folder / "runs" / "whole", folder / "runs" / "cut"
+    cut_after_a_step(whole, cut)
+    assert run_here(folder, script, *options, *steps, "--name", "cut", "--resume", "latest") is None
+    return whole, cut
+
+
+def cut_after_a_step(whole: Path, cut: Path) -> None:
+    """Copy a run of two steps, with a checkpoint of each (--save_every 1), without what its second step has written."""
+    shutil.copytree(whole, cut)
+    shutil.rmtree(cut / "adapter")
+    for path in (*(cut / "checkpoints").glob("step_000002*"), cut / "samples" / "0002"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    lines = (cut / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (cut / "metrics.jsonl").write_text("".join(lines[:2]))
+
+
 def new_run(
     folder: Path,
     rewards: dict[str, Reward] | None = None,

@@ -31,6 +31,7 @@ from tests.conftest import (
     forked_engines,
     prompt_set,
     read_metrics,
+    run_and_resume,
     run_here,
     torchrun,
 )
@@ -546,37 +547,29 @@ def give_lora(model):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_saved_lora_gives_the_trainers_image_in_the_stock_pipeline(family, checkpoint, tmp_path):
+def test_a_saved_lora_and_merged_weights_give_the_trainers_image_in_the_stock_pipeline(family, checkpoint, tmp_path):
+    """`tools.lora merge` of the trainer's adapter writes a pipeline that diffusers loads by itself."""
     model = load(checkpoint(family))
-    before = flow_grpo.rollout(*arguments(model)).latents
+    args, request = request_for(model)
+    before = flow_grpo.rollout(args, model, None, request).latents
     give_lora(model)
-    trajectories = flow_grpo.rollout(*arguments(model))
+    trajectories = flow_grpo.rollout(args, model, None, request)
     assert (trajectories.latents - before).abs().max() > 1e-2
     tensors, config = tensors_on_rank_0(model)
     adapted = {name.rpartition(".lora_")[0] for name in tensors}
     for target in model.lora_target_modules:
         assert any(name.endswith(f".{target}") for name in adapted), target
-    save_weights(tmp_path, model.pipe, tensors, config)
-    assert read_lora(tmp_path)[1].lora_alpha == 4  # for loaders that read metadata; others know the tensors only
+    save_weights(tmp_path / "adapter", model.pipe, tensors, config)
+    # for loaders that read metadata; others know the tensors only
+    assert read_lora(tmp_path / "adapter")[1].lora_alpha == 4
 
-    stock = load(checkpoint(family))
-    stock.pipe.load_lora_weights(load_file(tmp_path / "pytorch_lora_weights.safetensors"))
-    _, request = request_for(stock)
+    stock = load(checkpoint(family)).pipe
+    stock.load_lora_weights(load_file(tmp_path / "adapter/pytorch_lora_weights.safetensors"))
+    noise = stock_latents(model, first_latents(request))
     prompts = [PROMPTS[row] for row in request.prompt_index]
-    images, _ = stock_call(stock.pipe, stock_latents(stock, first_latents(request)), prompts, 4)
+    images, _ = stock_call(stock, noise, prompts, 4)
     assert_same_images(trajectories.images, images)
 
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_merged_weights_give_the_trainers_image_in_the_stock_pipeline(family, checkpoint, tmp_path):
-    """`tools.lora merge` of the trainer's adapter writes a pipeline that diffusers loads by itself."""
-    model = load(checkpoint(family))
-    before = flow_grpo.rollout(*arguments(model)).latents
-    give_lora(model)
-    _, _, _, request = arguments(model)
-    trajectories = flow_grpo.rollout(*arguments(model))
-    assert (trajectories.latents - before).abs().max() > 1e-2
-    save_weights(tmp_path / "adapter", model.pipe, *tensors_on_rank_0(model))
     files = [str(tmp_path / "adapter"), str(tmp_path / "merged")]
     lora.main(["merge", *files, "--model", str(checkpoint(family)), "--dtype", "float32"])
 
@@ -585,8 +578,7 @@ def test_merged_weights_give_the_trainers_image_in_the_stock_pipeline(family, ch
     assert not any("lora" in name for name, _ in stock.transformer.named_parameters())
     stock.scheduler = model.pipe.scheduler  # Euler's, for Wan
     stock.set_progress_bar_config(disable=True)
-    prompts = [PROMPTS[row] for row in request.prompt_index]
-    images, steps = stock_call(stock, stock_latents(model, first_latents(request)), prompts, 4)
+    images, steps = stock_call(stock, noise, prompts, 4)
     assert_same_images(trajectories.images, images)
     latents, velocity = steps[-1]
     final = latents + velocity * (request.sigmas[-1] - request.sigmas[-2])  # an image's levels hide a tenth of a LoRA
@@ -660,11 +652,41 @@ def assert_parity(engine, model, policy, lora):
     return theirs.latents
 
 
-@pytest.mark.parametrize("family", [*WITH_ENGINE, *WITH_REFERENCES])
-def test_the_engine_samples_as_the_trainer_does(family, checkpoint, tmp_path):
-    """With the base model, a LoRA and a second LoRA, with guidance, and with prompts of two lengths in a batch."""
-    engine = start(checkpoint(family), tmp_path / "engine.log")
-    model = load_as(family, checkpoint)
+@pytest.mark.parametrize("family", WITH_ENGINE)
+def test_the_engine_takes_full_weights_and_loras_and_samples_as_the_trainer_does(family, checkpoint, tmp_path):
+    """With guidance, and with prompts of two lengths in a batch. It reads no weights of text encoders, not even at its
+    start."""
+    without = shutil.ignore_patterns("*.safetensors")
+    folder = tmp_path / "model"
+    shutil.copytree(
+        checkpoint(family), folder, ignore=lambda path, names: without(path, names) if "text_enc" in path else ()
+    )
+    engine = start(folder, tmp_path / "engine.log")
+    if "ti2v" not in family:  # whose transformer is wan's
+        assert_full_weights_act(engine, load_as(family, checkpoint))
+    for name in (family, *(name for name in WITH_REFERENCES if name.startswith(f"{family}:"))):
+        assert_loras_act(engine, load_as(name, checkpoint))
+    engine.close()
+
+
+def assert_full_weights_act(engine, model):
+    """Those of the model, once as they are, which it leaves in the engine, and once moved."""
+    original = copy.deepcopy(model.transformer.state_dict())
+    add_policies(model, None, ["default"], seed=0)
+    args, request = request_for(model)
+    drawn = prompts_for(model, PROMPTS[:1])
+    one_image = flow_grpo.make_request(args, model, drawn, torch.tensor([0]), seeds=[0])  # equal to the bit
+    engine.verify_push(*tensors_on_rank_0(model), one_image)
+    torch.manual_seed(3)
+    for parameter in model.transformer.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.02)
+    engine.push(*tensors_on_rank_0(model))
+    assert_parity(engine, model, "default", lora=True)
+    engine.push(original, None)
+
+
+def assert_loras_act(engine, model):
+    """The base model, a LoRA and a second LoRA, each of which changes what is sampled."""
     give_lora(model)
     base = assert_parity(engine, model, "reference", lora=False)
     pushed = []
@@ -677,7 +699,6 @@ def test_the_engine_samples_as_the_trainer_does(family, checkpoint, tmp_path):
                 parameter.data.mul_(-2)
     torch.testing.assert_close(assert_parity(engine, model, "reference", lora=False), base, rtol=0, atol=1e-5)
     assert (pushed[0] - base).abs().max() > 1e-2 and (pushed[1] - pushed[0]).abs().max() > 1e-2
-    engine.close()
 
 
 @pytest.mark.parametrize("family", WITH_ENGINE)
@@ -691,30 +712,6 @@ def test_the_engine_samples_in_bf16(family, checkpoint, tmp_path, one_rank):
     assert (theirs.latents - ours).square().mean().sqrt() < 0.05 * ours.square().mean().sqrt()
     scored = flow_grpo.recompute_log_probs(args, model, request, theirs)
     check_mismatch(request, theirs, scored, dtype="bfloat16")  # as a run is checked
-    engine.close()
-
-
-@pytest.mark.parametrize("family", [name for name in WITH_ENGINE if "ti2v" not in name])
-def test_the_engine_takes_full_weights(family, checkpoint, tmp_path):
-    """And it reads no weights of text encoders, not even at its start. The transformer of wan_ti2v is wan's."""
-    without = shutil.ignore_patterns("*.safetensors")
-    folder = tmp_path / "model"
-    shutil.copytree(
-        checkpoint(family), folder, ignore=lambda path, names: without(path, names) if "text_enc" in path else ()
-    )
-    engine = start(folder, tmp_path / "engine.log")
-    model = load_as(family, checkpoint)
-    add_policies(model, None, ["default"], seed=0)
-    args, request = request_for(model)
-    drawn = prompts_for(model, PROMPTS[:1])
-    one_image = flow_grpo.make_request(args, model, drawn, torch.tensor([0]), seeds=[0])  # equal to the bit
-    engine.verify_push(*tensors_on_rank_0(model), one_image)
-    torch.manual_seed(3)
-    for parameter in model.transformer.parameters():
-        parameter.data.add_(torch.randn_like(parameter) * 0.02)
-    tensors, config = tensors_on_rank_0(model)
-    engine.push(tensors, config)
-    assert_parity(engine, model, "default", lora=True)
     engine.close()
 
 
@@ -738,7 +735,7 @@ PAIRED = [
 @pytest.mark.parametrize(("script", "family"), PAIRED)
 def test_a_script_trains_a_family_and_resumes(script, family, checkpoint, tmp_path):
     """Two steps in one run, or one step and another after a resume, give the same adapter to the bit."""
-    options = ["--model", checkpoint(family), "--max_sequence_length", LENGTH, "--eval_every", 1]
+    options = ["--model", checkpoint(family), "--max_sequence_length", LENGTH]
     options += [*few_eval_prompts(tmp_path, 2), "--reward", "jpeg_compressibility", "--learning_rate", 1e-2]
     if script == "dpo_offline.py":
         options += ["--num_pair_prompts", 4, "--num_pairs", 2, "--num_inference_steps", 3]
@@ -748,21 +745,18 @@ def test_a_script_trains_a_family_and_resumes(script, family, checkpoint, tmp_pa
 
 
 def assert_resumed_run_is_the_whole_one(folder, script, options):
-    """Runs two steps in runs/whole, and one step and a resume in runs/cut."""
-    options = [*options, "--lr_schedule", "constant"]  # by the others a longer run has another first step
-    assert run_here(folder, script, *options, "--name", "whole", "--num_steps", 2) is None
-    assert run_here(folder, script, *options, "--name", "cut", "--num_steps", 1) is None
-    assert run_here(folder, script, *options, "--name", "cut", "--num_steps", 2, "--resume", "latest") is None
-    whole, cut = (folder / "runs" / name / "adapter/pytorch_lora_weights.safetensors" for name in ("whole", "cut"))
+    """Runs two steps in runs/whole, and the second one again in runs/cut."""
+    whole, cut = (run / "adapter/pytorch_lora_weights.safetensors" for run in run_and_resume(folder, script, options))
     assert whole.read_bytes() == cut.read_bytes()
 
 
 def test_two_ranks_train_a_family_as_one_does(checkpoint, tmp_path):
     """FLUX.1, with packed tokens and a guidance input: the same images, and the same adapter up to round-off."""
     options = ["--model", checkpoint("flux"), "--max_sequence_length", LENGTH, *few_eval_prompts(tmp_path, 2)]
-    options += ["--rollout", "local", *TINY[:6], "--num_inference_steps", 3, "--micro_batch_size", 4, "--num_steps", 1]
+    options += ["--rollout", "local", *TINY[:6], "--num_prompts", 2, "--num_inference_steps", 3]
+    options += ["--micro_batch_size", 4, "--num_steps", 1]
     options += ["--reward", brightness_reward(tmp_path), "--guidance_scale", 3]
-    torchrun(tmp_path, "flow_grpo.py", *options, "--name", "one")
+    assert run_here(tmp_path, "flow_grpo.py", *options, "--name", "one") is None
     torchrun(tmp_path, "flow_grpo.py", *options, "--name", "two", nproc=2)
     one, two = (read_metrics(tmp_path / "runs" / name)[1] for name in ("one", "two"))
     for name in ("critic/rewards/mean", "actor/grad_norm", "val/brightness/mean"):
@@ -790,7 +784,7 @@ def test_a_script_trains_a_family_of_videos(checkpoint, tmp_path):
     (tmp_path / "motion.py").write_text(MOTION)
     options = ["--model", checkpoint("wan"), "--num_frames", 5, "--sde_type", "dance", "--guidance_scale", 2]
     options += ["--rollout", "local", "--num_prompts", 2, "--updates_per_rollout", 1, "--image_size", 16, 48]
-    options += ["--reward", f"{tmp_path}/motion.py:motion", "--learning_rate", 1e-2, "--eval_every", 1]
+    options += ["--reward", f"{tmp_path}/motion.py:motion", "--learning_rate", 1e-2]
     options += few_eval_prompts(tmp_path, 2)
     assert_resumed_run_is_the_whole_one(tmp_path, "flow_grpo.py", options)
     run = tmp_path / "runs" / "whole"

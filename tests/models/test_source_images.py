@@ -25,7 +25,7 @@ from common.run.inputs import Inputs
 from common.run.plots import show_sources
 from common.scoring import score_images
 from common.weights.lora import make_lora
-from tests.conftest import ROOT, TINY, checked, read_metrics, run_here, torchrun
+from tests.conftest import ROOT, TINY, checked, read_metrics, run_and_resume, run_here, torchrun
 from tests.tiny_models import make_checkpoint
 from tools.convert import convert_pairs
 
@@ -403,19 +403,21 @@ def options_of(folder, model):
     ("script", "name"),
     [("flow_grpo.py", "kontext"), ("flow_grpo.py", "klein"), ("flow_grpo.py", "qwen"), ("diffusion_nft.py", "klein")],
 )
-def test_an_editing_model_trains_and_resumes(script, name, tmp_path, request):
+def test_an_editing_model_trains_and_resumes_and_reports_pictures_of_another_shape(
+    script, name, tmp_path, request, capfd
+):
     editor = request.getfixturevalue(name)
     options = options_of(tmp_path, editor)
     if script == "flow_grpo.py":
         options += ["--guidance_scale", 2.5]
-    options = [*options, "--lr_schedule", "constant"]
-    assert run_here(tmp_path, script, *options, "--name", "whole", "--num_steps", 2) is None
-    assert run_here(tmp_path, script, *options, "--name", "cut", "--num_steps", 1) is None
-    assert run_here(tmp_path, script, *options, "--name", "cut", "--num_steps", 2, "--resume", "latest") is None
-    runs = tmp_path / "runs"
-    whole, cut = (runs / name / "adapter/pytorch_lora_weights.safetensors" for name in ("whole", "cut"))
+    whole, cut = (run / "adapter/pytorch_lora_weights.safetensors" for run in run_and_resume(tmp_path, script, options))
     assert whole.read_bytes() == cut.read_bytes()
     assert any(tensor.any() for name, tensor in load_file(whole).items() if "lora_B" in name)
+    told = capfd.readouterr().err
+    for option in ("--train_prompts", "--eval_prompts"):
+        num_pictures = 12 if takes_several(editor) else 6
+        assert re.search(f"{option}: {num_pictures} of {num_pictures} .* 96 .* 32 ", told)
+    runs = tmp_path / "runs"
     (first, *_) = (runs / "whole/samples/0002/samples.jsonl").read_text().splitlines()
     pictures = ["0.png", "1.png"] if takes_several(editor) else ["0.png"]
     assert json.loads(first)["image"] == pictures
@@ -439,6 +441,7 @@ def test_pairs_of_edits_train_a_model(editor, tmp_path):
     assert margins[0] == 0 and margins[1] > 0
 
 
+@pytest.mark.parametrize("editor", ["kontext", "klein"], indirect=True)  # one that takes several is enough
 def test_a_model_makes_pairs_of_edits(editor, tmp_path):
     options = ["--model", editor, "--max_sequence_length", 32, "--cache", tmp_path / "cache", "--eval_every", 2]
     options += options_of(tmp_path, editor)[-6:]  # its prompts, learning rate and reward
@@ -454,19 +457,22 @@ def test_a_model_makes_pairs_of_edits(editor, tmp_path):
 
 def test_two_ranks_edit_as_one_does(qwen, tmp_path):
     """Each rank has the pictures of its own images. Qwen's reach the prompt's embedding, and the latents as well."""
-    options = [*options_of(tmp_path, qwen), "--num_steps", 1, "--micro_batch_size", 4, "--guidance_scale", 2.5]
-    torchrun(tmp_path, "flow_grpo.py", *options, "--name", "one")
+    options = [
+        *options_of(tmp_path, qwen),
+        "--num_steps",
+        1,
+        "--num_prompts",
+        2,
+        "--micro_batch_size",
+        4,
+        "--guidance_scale",
+        2.5,
+    ]
+    assert run_here(tmp_path, "flow_grpo.py", *options, "--name", "one") is None
     torchrun(tmp_path, "flow_grpo.py", *options, "--name", "two", nproc=2)
     one, two = (read_metrics(tmp_path / "runs" / name)[1] for name in ("one", "two"))
     for name in ("critic/rewards/mean", "actor/grad_norm", "val/like_the_source/mean"):
         assert two[name] == pytest.approx(one[name], rel=1e-3)
-
-
-def test_a_run_reports_pictures_of_another_shape(kontext, tmp_path, capfd):
-    assert run_here(tmp_path, "flow_grpo.py", *options_of(tmp_path, kontext), "--num_steps", 1) is None
-    told = capfd.readouterr().err
-    for option in ("--train_prompts", "--eval_prompts"):
-        assert re.search(f"{option}: 6 of 6 .* 96 .* 32 ", told)
 
 
 def test_a_run_without_pictures_is_refused_before_the_model_loads(kontext, tmp_path):

@@ -14,6 +14,7 @@ from tests.conftest import (
     assert_one_line,
     few_eval_prompts,
     read_metrics,
+    run_and_resume,
     run_here,
     torchrun,
 )
@@ -162,7 +163,7 @@ def test_a_lora_of_one_transformer_is_one_file(left_out, file, checkpoint, tmp_p
 def options_of(folder, model):
     (folder / "motion.py").write_text(MOTION)
     options = ["--model", model, "--num_frames", 5, "--image_size", 16, 48, "--max_sequence_length", 32]
-    options += ["--reward", f"{folder}/motion.py:motion", "--learning_rate", 1e-2, "--eval_every", 1]
+    options += ["--reward", f"{folder}/motion.py:motion", "--learning_rate", 1e-2]
     return [*options, *few_eval_prompts(folder, 2), "--rollout", "local", "--lr_schedule", "constant"]
 
 
@@ -180,11 +181,9 @@ def test_both_transformers_train_and_resume(checkpoint, tmp_path):
         "--sde_window_size",
         0,
     ]
-    assert run_here(tmp_path, "flow_grpo.py", *options, "--name", "whole", "--num_steps", 2) is None
-    assert run_here(tmp_path, "flow_grpo.py", *options, "--name", "cut", "--num_steps", 1) is None
-    assert run_here(tmp_path, "flow_grpo.py", *options, "--name", "cut", "--num_steps", 2, "--resume", "latest") is None
+    runs = run_and_resume(tmp_path, "flow_grpo.py", options)
     for name in LORA_FILES.values():
-        whole, cut = (tmp_path / "runs" / run / "adapter" / name for run in ("whole", "cut"))
+        whole, cut = (run / "adapter" / name for run in runs)
         assert whole.read_bytes() == cut.read_bytes()
         assert any(tensor.any() for key, tensor in load_file(whole).items() if "lora_B" in key)
     assert read_metrics(tmp_path / "runs/whole")[1]["actor/on_policy_ratio_std"] == 0
@@ -193,9 +192,9 @@ def test_both_transformers_train_and_resume(checkpoint, tmp_path):
 def test_ranks_whose_rows_need_other_transformers_train_as_one_does(checkpoint, tmp_path):
     """DiffusionNFT's images have timesteps of their own, and each rank passes one image at a time; or two ranks
     pass it together."""
-    options = [*options_of(tmp_path, checkpoint("wan_a14b")), *TINY[:6], "--num_inference_steps", 3]
-    options += ["--micro_batch_size", 1, "--num_steps", 2]
-    torchrun(tmp_path, "diffusion_nft.py", *options, "--name", "one")
+    options = [*options_of(tmp_path, checkpoint("wan_a14b")), *TINY[:6], "--num_prompts", 2]
+    options += ["--num_inference_steps", 3, "--micro_batch_size", 1, "--num_steps", 2]
+    assert run_here(tmp_path, "diffusion_nft.py", *options, "--name", "one") is None
     torchrun(tmp_path, "diffusion_nft.py", *options, "--name", "two", nproc=2)
     torchrun(tmp_path, "diffusion_nft.py", *options, "--name", "together", "--ranks_per_image", 2, nproc=2)
     one, two, together = (read_metrics(tmp_path / "runs" / name)[1:] for name in ("one", "two", "together"))
