@@ -1,21 +1,24 @@
 """What vLLM-Omni's engine lays in the pool that --engine_with sleep empties, seen on a CPU.
 
-    recorded_pool.py MODEL OUTPUT
+    recorded_pool.py MODEL OUTPUT [MODEL OUTPUT ...]
 
-It starts the engine's own classes, with a recording context in place of the pool, samples two images, and writes
+For each model a process of its own, forked from this one, which has imported vLLM-Omni, starts the engine's own
+classes, with a recording context in place of the pool, samples two images, and writes
 
   pooled    bytes that were in memory as the pool's context ended, and came into it inside: what sleep moves
   dropped   those of them that nothing holds any more after sampling. A GPU would move them for ever: memory that is
             freed after the context goes back to the pool, and not to the GPU
   outside   names of the pipeline's tensors that are not in the pool: what stays on the GPU
 
-to OUTPUT, as JSON. A process of its own, like the engine's: tests/engine/test_sleep.py starts it.
+to OUTPUT, as JSON. tests/engine/test_sleep.py starts it.
 """
 
 import contextlib
 import gc
 import json
+import os
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,4 +99,18 @@ def main(model: str, output: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    failed = 0
+    for model, output in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        process = os.fork()
+        if not process:
+            code = 1
+            try:
+                main(model, output)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)  # Python's exit would take longer than the engine's start
+        failed |= os.waitpid(process, 0)[1]
+    sys.exit(bool(failed))
