@@ -201,10 +201,13 @@ def test_ranks_share_the_prompts(tmp_path, monkeypatch):
     assert len(encoded) == 10
 
 
-def test_a_run_with_a_cache_is_the_run_without(tmp_path, monkeypatch):
-    """Up to the round-off of encoding prompts together or alone. Two runs with one cache are equal."""
-    few = few_eval_prompts(tmp_path, 4)
-    options = ["--rollout", "local", *TINY, *few, "--train_prompts", few[1], "--num_steps", 1]
+def test_a_run_with_a_cache_is_the_run_without_and_encodes_what_it_will_draw(tmp_path):
+    """Up to the round-off of encoding prompts together or alone. Two runs with one cache are equal. Two of the twelve
+    training prompts, the held-out ones and the empty one are encoded."""
+    many = tmp_path / "many.txt"
+    many.write_text("".join(f'a sign that says "{number}"\n' for number in range(1000, 1012)))
+    options = ["--rollout", "local", *TINY, *few_eval_prompts(tmp_path, 2), "--train_prompts", many]
+    options += ["--num_steps", 1, "--num_prompts", 2]
     rewards = {}
     for name, cache in {"without": [], "with": ["--prompt_cache", "kept"], "again": ["--prompt_cache", "kept"]}.items():
         assert run_here(tmp_path, "flow_grpo.py", "--name", name, *options, *cache) is None
@@ -212,17 +215,7 @@ def test_a_run_with_a_cache_is_the_run_without(tmp_path, monkeypatch):
         rewards[name] = {key: json.loads(last)[key] for key in ("critic/rewards/mean", "actor/grad_norm")}
     assert rewards["with"] == rewards["again"]
     assert rewards["with"] == pytest.approx(rewards["without"], rel=1e-4)
-    assert len(list((tmp_path / "kept").glob("*/*"))) == 5  # four prompts and the negative one
-
-
-def test_only_what_the_run_will_draw_is_encoded(tmp_path):
-    """Two of the twelve training prompts, the held-out ones and the empty one."""
-    few = few_eval_prompts(tmp_path, 2)
-    many = tmp_path / "many.txt"
-    many.write_text("".join(f'a sign that says "{number}"\n' for number in range(1000, 1012)))
-    options = ["--rollout", "local", *TINY, *few, "--train_prompts", many, "--num_steps", 1, "--num_prompts", 2]
-    assert run_here(tmp_path, "flow_grpo.py", "--name", "short", *options, "--prompt_cache", "short") is None
-    assert len(list((tmp_path / "short").glob("*/*"))) == 2 + 2 + 1
+    assert len(list((tmp_path / "kept").glob("*/*"))) == 2 + 2 + 1
 
 
 @pytest.mark.fast

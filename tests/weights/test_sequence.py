@@ -7,7 +7,7 @@ import re
 import flow_grpo
 from common.run import parse_args
 from contrib import draft
-from tests.conftest import CONSTANT, few_eval_prompts, read_metrics, torchrun
+from tests.conftest import CONSTANT, cut_after_a_step, few_eval_prompts, read_metrics, torchrun
 from tests.tiny_models import make_checkpoint
 
 import pytest
@@ -53,10 +53,10 @@ def checkpoint(tmp_path_factory):
 
 
 def train(folder, script, model, name, *more, nproc=1, ranks_per_image=1):
-    """Two training steps in folder/runs/NAME, with a reference, an average of the weights and three evaluations."""
+    """Two training steps in folder/runs/NAME, with a reference, an average of the weights and two evaluations."""
     (folder / "bright.py").write_text(REWARD)
     options = ["--model", model, "--name", name, "--ranks_per_image", ranks_per_image, *few_eval_prompts(folder, 3)]
-    options += ["--reward", "bright.py:bright", "--num_steps", 2, "--eval_every", 1, "--micro_batch_size", 2]
+    options += ["--reward", "bright.py:bright", "--num_steps", 2, "--eval_every", 2, "--micro_batch_size", 2]
     # a step of Adam that is as large as its gradient: one half as large, or round-off where it is 0, must show as such
     options += ["--adam_eps", 1, "--learning_rate", 10, "--max_grad_norm", 1e9, "--ema_decay", 0.5, *CONSTANT]
     if script != "dpo_offline.py":
@@ -135,10 +135,11 @@ def test_full_weights_and_their_reference_share_images(checkpoint, tmp_path):
 def test_a_run_of_a_group_resumes_as_it_was_and_without_the_group(checkpoint, tmp_path):
     """To the bit on the same ranks; one rank alone goes on to round-off."""
     options = [*FAMILIES["flux"], "--num_inference_steps", 3]
+    options += ["--save_every", 1]
     whole = train(tmp_path, "flow_grpo.py", checkpoint("flux"), "whole", *options, nproc=2, ranks_per_image=2)
     for name, nproc in (("cut", 2), ("alone", 1)):
-        first = [*options, "--num_steps", 1]
-        run = train(tmp_path, "flow_grpo.py", checkpoint("flux"), name, *first, nproc=2, ranks_per_image=2)
+        run = tmp_path / "runs" / name
+        cut_after_a_step(whole, run)
         rest = [*options, "--resume", "latest"]
         train(tmp_path, "flow_grpo.py", checkpoint("flux"), name, *rest, nproc=nproc, ranks_per_image=nproc)
         assert_same_training(run, whole)
