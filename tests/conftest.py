@@ -190,11 +190,15 @@ def torchrun(
 
 
 @functools.cache
-def warm_process() -> subprocess.Popen[str]:
-    """tests/warm.py, started at the first run; it ends with this process, which closes its stdin."""
-    command = [sys.executable, str(ROOT / "tests" / "warm.py")]
+def warm_process(library: Path | None = None) -> subprocess.Popen[str]:
+    """tests/warm.py, started at the first run; it ends with this process, which closes its stdin.
+
+    library: that of the fake CUDA device, whose kernels run in one thread.
+    """
+    command = [sys.executable, str(ROOT / "tests" / "warm.py"), *([str(library)] if library else [])]
+    environment = os.environ | ({"OMP_NUM_THREADS": "1"} if library else {})
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    return subprocess.Popen(command, cwd=ROOT, text=True, start_new_session=True, **pipes)
+    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, start_new_session=True, **pipes)
 
 
 @functools.cache
@@ -222,19 +226,27 @@ def warm_engines() -> tuple[str, dict[str, str]]:
 
 
 @contextlib.contextmanager
-def forked_engines() -> Iterator[None]:
+def forked_engines(fork_workers: bool = False) -> Iterator[None]:
     """The engines that are started within are forked from tests/warm_engine.py, where that process has the environment
-    that they need: that of a folder, one thread, no compiled blocks. They start with a third of the work."""
+    that they need: that of a folder, one thread, no compiled blocks. They start with a third of the work.
+
+    fork_workers: an engine of several workers forks them from itself."""
     with mock.patch.object(client, "subprocess"):  # to put it back
-        fork_engines(*warm_engines())
+        fork_engines(*warm_engines(), fork_workers=fork_workers)
         yield
 
 
 def run_warm(
-    folder: Path, script: str, options: list[str], num_ranks: int, timeout: float, draw_curves: bool = False
+    folder: Path,
+    script: str,
+    options: list[str],
+    num_ranks: int,
+    timeout: float,
+    draw_curves: bool = False,
+    library: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """A run whose ranks the warm process forks. Its return code is that of the rank that failed first, or 0."""
-    process, output = warm_process(), folder / "output_of_ranks.txt"
+    process, output = warm_process(library), folder / "output_of_ranks.txt"
     output.write_text("")
     request = {
         "folder": str(folder),

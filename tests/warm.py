@@ -3,7 +3,9 @@
 Importing torch, diffusers, transformers and OCR takes half of a run of two steps. `torchrun` in conftest.py sends its
 runs here; the tests of kills, signals and restarts start the real torchrun.
 
-    python tests/warm.py  reads a line of JSON for each run from stdin, and answers with the ranks' exit codes
+    python tests/warm.py [LIBRARY]  reads a line of JSON for each run from stdin, and answers with the ranks' exit codes
+
+LIBRARY is that of the fake CUDA device, which tests/fake_cuda/launch.py installs in a rank: torch must find it loaded.
 """
 
 import atexit
@@ -113,6 +115,8 @@ def serve() -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
+    if sys.argv[1:]:
+        importlib.import_module("tests.fake_cuda.launch").load_before_torch(Path(sys.argv[1]))
     from common.cpu import repair_torchvision
 
     repair_torchvision()  # before peft is imported beside a CPU build of torch

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import random
 import runpy
@@ -54,10 +55,11 @@ class ForkedEngine:
         return self.returncode
 
 
-def fork_engines(path: str, environment: dict[str, str]) -> None:
+def fork_engines(path: str, environment: dict[str, str], fork_workers: bool = False) -> None:
     """Have the engines of this process forked by the warm process that listens at `path` and began in this environment.
 
     An engine that needs another one, such as that of compiled blocks, is started as a user's run starts it.
+    fork_workers: where an engine has several workers, it forks them as well, and starts no new Python for each.
     """
     client = importlib.import_module("common.engine.client")
 
@@ -67,6 +69,7 @@ def fork_engines(path: str, environment: dict[str, str]) -> None:
         link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # the pid and the exit code are two messages
         link.connect(path)
         request = {"folder": os.getcwd(), "parent": os.getpid(), "environment": env}
+        request["fork_workers"] = fork_workers
         socket.send_fds(link, [json.dumps(request).encode()], [*pass_fds, stdout.fileno()])
         return ForkedEngine(link)
 
@@ -86,6 +89,9 @@ def become_engine(request: dict[str, Any], pipe: int, log: int) -> None:
     os.environ.update(request["environment"])
     random.seed()  # as a new process would be
     importlib.import_module("numpy").random.seed()
+    if request["fork_workers"]:  # whatever vLLM-Omni asks for
+        set_method = multiprocessing.set_start_method
+        multiprocessing.set_start_method = lambda method, force=False: set_method("fork", force=force)
     parent = request["parent"]
     sys.argv = ["server.py", str(pipe), str(parent)]
     os.getppid = lambda: parent if Path(f"/proc/{parent}").exists() else 1  # an engine ends with its parent

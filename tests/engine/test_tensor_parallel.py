@@ -1,4 +1,8 @@
-"""An engine whose transformer is split over two workers, on a CPU, samples the policy of one worker to round-off."""
+"""An engine whose transformer is split over two workers, on a CPU, samples the policy of one worker to round-off.
+
+The engines are forked from tests/warm_engine.py, and the workers of one of them from itself; the others' workers are
+started as a user's are.
+"""
 
 import re
 import threading
@@ -13,7 +17,15 @@ from common.engine.client import EngineError, VLLMEngine
 from common.models.krea2 import Krea2
 from common.models.loading import family_class, load_model
 from common.weights.policy import add_policies, tensors_on_rank_0
-from tests.conftest import EMBEDDED, needs_engine, policy_without_fsdp, prompt_set, run_here, skip_without_engine
+from tests.conftest import (
+    EMBEDDED,
+    forked_engines,
+    needs_engine,
+    policy_without_fsdp,
+    prompt_set,
+    run_here,
+    skip_without_engine,
+)
 from tests.tiny_models import make_checkpoint
 
 import psutil
@@ -81,23 +93,26 @@ class Mine(StableDiffusion3):
 """
 
 
-def start(folder, model=EMBEDDED, num_workers=2, family=None):
-    skip_without_engine()
-    return VLLMEngine(
-        model,
-        "float32",
-        max_num_seqs=4,
-        log_file=folder / "engine.log",
-        timeout_s=240.0,
-        gpus=(None,) * num_workers,
-        num_threads=1,
-        family=family,
-    )
+def start(folder, model=EMBEDDED, num_workers=2, family=None, fork_workers=False):
+    with forked_engines(fork_workers):
+        return VLLMEngine(
+            model,
+            "float32",
+            max_num_seqs=4,
+            log_file=folder / "engine.log",
+            timeout_s=240.0,
+            gpus=(None,) * num_workers,
+            num_threads=1,
+            family=family,
+        )
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    engine = start(tmp_path_factory.mktemp("engine"))
+    """An engine of two workers and of a family of one's own, whose file is beside its log."""
+    folder = tmp_path_factory.mktemp("engine")
+    (folder / "my_family.py").write_text(OWN_FAMILY)
+    engine = start(folder, family=f"{folder}/my_family.py:Mine")
     yield engine
     engine.close()
 
@@ -119,12 +134,9 @@ def assert_parity(engine, model, args, lora):
 
 
 # ---- two workers -----------------------------------------------------------------------------------------------------
-def test_a_family_of_ones_own_is_loaded_by_the_engine_and_its_workers(tmp_path):
-    (tmp_path / "my_family.py").write_text(OWN_FAMILY)
-    engine = start(tmp_path, family=f"{tmp_path}/my_family.py:Mine")
+def test_a_family_of_ones_own_is_loaded_by_the_engine_and_its_workers(engine):
     engine.wait_ready()
-    engine.close()
-    assert {path.name for path in tmp_path.glob("rank_*")} == {"rank_None", "rank_0", "rank_1"}
+    assert {path.name for path in engine.log_file.parent.glob("rank_*")} == {"rank_None", "rank_0", "rank_1"}
 
 
 def test_two_workers_sample_as_one_does(engine, tmp_path):
@@ -184,7 +196,7 @@ def test_full_weights_of_a_family(family, tmp_path):
     wan with 5 frames) passed at f9bd441 or before; run them after a change of the engine's workers, as each takes 50 s.
     """
     folder = make_checkpoint(family, tmp_path / "model")
-    engine = start(tmp_path, folder)
+    engine = start(tmp_path, folder, fork_workers=True)
     model = load_model(family_class(folder), str(folder), torch.float32, torch.device("cpu"))
     add_policies(model, None, ["default"], 1)
     args = flow_grpo.Args(image_size=(32, 32), max_sequence_length=8, num_inference_steps=3, rollout="local")

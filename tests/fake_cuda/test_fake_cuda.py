@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from unittest import mock
 
-from tests.conftest import ROOT, brightness_reward, read_metrics, run_here
+from tests.conftest import ROOT, brightness_reward, read_metrics, run_here, run_warm
 from tests.fake_cuda import build
 from tests.fake_cuda.runs import (
     LAUNCH,
@@ -19,7 +19,6 @@ from tests.fake_cuda.runs import (
     phase_sum,
     planned_bytes,
     report,
-    run_script,
 )
 
 import pytest
@@ -40,6 +39,17 @@ def device():
     if reason:
         pytest.skip(reason)
     build.built_library()
+
+
+def run_script(folder, script, *options, ranks=1):
+    """Run a script on the device, in ranks that a warm process forks. Their reports are in `folder`.
+
+    Returns the finished process, its output as text.
+    """
+    given = [str(ROOT / script), "--name", NAME, *map(str, options)]
+    with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "FAKE_CUDA_REPORT": str(folder)}):
+        # launch.py installs the device, before which nothing of the project is imported: the run draws its curves
+        return run_warm(folder, str(LAUNCH), given, ranks, 900, draw_curves=True, library=build.built_library())
 
 
 def run(folder, script, *options, ranks=1):
