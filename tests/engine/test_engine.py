@@ -104,8 +104,7 @@ def assert_parity(engine, model, args, request, lora):
         assert (pixels(one) - pixels(other)).abs().max() <= 1  # rounding to 8 bits
 
 
-@pytest.mark.parametrize("sde_type", ["sde", "cps"])
-@pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
+@pytest.mark.parametrize(("guidance_scale", "sde_type"), [(1.0, "cps"), (3.0, "sde")])
 def test_parity_base_and_after_a_push(engine, guidance_scale, sde_type):
     base, args, _ = policy_without_fsdp(trained=False, guidance_scale=guidance_scale, sde_type=sde_type)  # lora_B is 0
     request = request_for(base, args)
@@ -239,8 +238,7 @@ OWN_SAMPLING = {
 }
 
 
-@pytest.mark.parametrize("guidance_scale", [1.0, 4.5])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "guidance_scale"), [("float32", 1.0), ("bfloat16", 4.5)])
 def test_a_scripts_own_sampling_ends_the_run(engine, bf16_engine, dtype, guidance_scale):
     """The rounding of either dtype does not; each change of section 6 does."""
     engine = {"float32": engine, "bfloat16": bf16_engine}[dtype]
@@ -256,8 +254,7 @@ def test_a_scripts_own_sampling_ends_the_run(engine, bf16_engine, dtype, guidanc
         assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("lora_alpha", [16, 20])  # of rank 16: as it is, and scaled
+@pytest.mark.parametrize(("dtype", "lora_alpha"), [("float32", 16), ("bfloat16", 20)])  # of rank 16: as it is, scaled
 def test_an_adapter_that_is_stale_in_one_element_is_an_error(engine, bf16_engine, monkeypatch, dtype, lora_alpha):
     """One unit in the last place of the engine's dtype is enough. A difference that its dtype rounds away is none."""
     engine = {"float32": engine, "bfloat16": bf16_engine}[dtype]
@@ -517,10 +514,10 @@ def test_first_push_of_full_weights_is_verified(full_engine, monkeypatch):
         full_engine.push(tensors, None)
 
 
-@pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
 @torch.no_grad()
-def test_parity_after_a_push_of_full_weights(full_engine, guidance_scale):
-    args = replace(flow_grpo.Args(), num_inference_steps=6, guidance_scale=guidance_scale)
+def test_parity_after_a_push_of_full_weights(full_engine):
+    """With guidance; the test above has none."""
+    args = replace(flow_grpo.Args(), num_inference_steps=6, guidance_scale=3.0)
     original = embedded_model()
     request = request_for(original, args)
     full_engine.push(original.transformer.state_dict(), None)
