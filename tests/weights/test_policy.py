@@ -938,14 +938,13 @@ def test_compiled_blocks_give_the_same_gradient(plain, one_rank, monkeypatch):
     assert_same_gradient(found, plain, 1e-5)
 
 
-@pytest.mark.parametrize("guidance_scale, num_recompiles", [(1.0, 2), (3.0, 1)])
-def test_other_batches_compile_blocks_again_twice_at_most(one_rank, monkeypatch, guidance_scale, num_recompiles):
+def test_other_batches_compile_blocks_again_twice(one_rank, monkeypatch):
     """A last smaller micro-batch of an evaluation, once for all sizes; and one image alone, a batch of one without
     guidance. The update compiles nothing again."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     torch._dynamo.reset()  # sizes that other tests have shown to it
     torch._dynamo.utils.counters.clear()
-    changes = {"train_with": ("compile",), "micro_batch_size": 4, "guidance_scale": guidance_scale}
+    changes = {"train_with": ("compile",), "micro_batch_size": 4, "eval_num_inference_steps": 2}
     args, model, trained = policy(**changes)
     optimizer = torch.optim.SGD(trained, lr=0.1)
     prompts = prompt_set(PROMPTS)
@@ -961,8 +960,8 @@ def test_other_batches_compile_blocks_again_twice_at_most(one_rank, monkeypatch,
         return torch._dynamo.utils.counters["stats"]["unique_graphs"] > graphs
 
     assert evaluate_and_train(4) and not evaluate_and_train(8)
-    compiled = [evaluate_and_train(num_images) for num_images in (7, 5, 6, 3)]
-    assert sum(compiled) == num_recompiles and compiled[0]
+    compiled = [evaluate_and_train(num_images) for num_images in (7, 5, 6)]
+    assert compiled == [True, True, False]
 
 
 def test_bfloat16_keeps_what_is_trained_in_fp32(one_rank):
@@ -1002,7 +1001,7 @@ def test_a_run_with_memory_savers_is_the_plain_run_and_bfloat16_runs(tmp_path):
         "--num_steps",
         1,
         "--epochs_per_rollout",
-        3,
+        2,
         "--micro_batch_size",
         8,
         "--updates_per_rollout",
@@ -1024,7 +1023,7 @@ def test_a_run_with_memory_savers_is_the_plain_run_and_bfloat16_runs(tmp_path):
         assert rows["savers"][name] == pytest.approx(rows["plain"][name], abs=1e-6), name
     assert rows["bf16"]["actor/grad_norm"] > 0 and rows["bf16"]["actor/skipped_steps"] == 0
     state = torch.load(tmp_path / "runs/plain/checkpoints/step_000001.pt", weights_only=True)
-    assert {s["step"].item() for s in state["optimizer"]["state"].values()} == {6}  # 3 epochs x 2 updates
+    assert {s["step"].item() for s in state["optimizer"]["state"].values()} == {4}  # 2 epochs x 2 updates
     state = torch.load(tmp_path / "runs/bf16/checkpoints/step_000001.pt", weights_only=True)
     assert {v.dtype for policy in state["policies"].values() for v in policy.values()} == {torch.float32}
 
@@ -1037,6 +1036,8 @@ def test_full_weights_with_engines_on_two_ranks_as_without_on_one(tmp_path):
         0,
         "--learning_rate",
         1e-4,
+        "--num_prompts",
+        2,
         "--num_steps",
         2,
         "--kl_coef",
@@ -1048,7 +1049,8 @@ def test_full_weights_with_engines_on_two_ranks_as_without_on_one(tmp_path):
         *few_eval_prompts(tmp_path, 2),
     ]
     torchrun(tmp_path, "flow_grpo.py", "--name", "vllm", *options, nproc=2)  # each gathers for its own engine
-    assert run_here(tmp_path, "flow_grpo.py", "--name", "one", "--rollout", "local", *options) is None
+    options += ["--rollout", "local", "--num_steps", 1]
+    assert run_here(tmp_path, "flow_grpo.py", "--name", "one", *options) is None
     rows = {name: read_metrics(tmp_path / "runs" / name) for name in ("vllm", "one")}
     assert rows["vllm"][2]["rollout_corr/logprob_abs_diff_max"] <= 2e-6  # what step 1 trained was pushed
     assert rows["vllm"][2]["actor/kl_loss"] > 0
