@@ -85,7 +85,8 @@ def test_parameters_of_published_parts(published):
     """In billions, for the text encoders and the transformer of every family."""
     names = {family: name for name, (family, *_) in reversed(PUBLISHED.items())}
     for family, (_, _, text_encoders) in PIPELINES.items():
-        blueprint = blueprint_of(published(names[family]), 32)
+        rank = 32 if family in ("stable_diffusion_3", "wan") else 64  # as of their presets, which have these blueprints
+        blueprint = blueprint_of(published(names[family]), rank)
         billions = sum(count for _, _, count in text_encoders.values())
         assert blueprint.text_encoder_bytes / 2e9 == pytest.approx(billions, abs=0.1), family
         assert blueprint.num_weights / 1e9 == pytest.approx(PUBLISHED[names[family]][3], abs=0.05), family
@@ -870,7 +871,8 @@ def test_a_preset_fits(number, published, tmp_path, monkeypatch):
     module = plan.load_script(str(ROOT / script))
     args = module.check(module.parse_args(module.Args, "", options))
     folder = published(args.model)
-    blueprint = blueprint_of(folder, args.lora_rank, num_sources=min(1, family_class(folder).num_sources[1]))
+    least, most = family_class(folder).num_sources
+    blueprint = blueprint_of(folder, args.lora_rank, num_sources=None if min(1, most) == least else 1)
     w = needs.planned_run(module.workload(args), vars(args), num_eval_prompts=256, ranks=ranks, ranks_per_node=ranks)
     costs = needs.measure(blueprint, w)
     w = replace(w, shard_ranks=needs.choose_shard_ranks(blueprint, w, costs, plan.DEVICES[device].memory_gb * needs.GB))
