@@ -54,6 +54,7 @@ from common.weights.policy import add_policies
 from common.workload import Workload
 from tests.warm_engine import fork_engines
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -272,6 +273,58 @@ def run_warm(
         pytest.fail(f"{script} took more than {timeout} seconds, or its process ended:\n{output.read_text()[-6000:]}")
     code = next((code for code in json.loads(answer) if code), 0)
     return subprocess.CompletedProcess([script, *options], code, output.read_text())
+
+
+# asks for a run of one rank, and ends as that did
+ASKS = """#!{python}
+import json, os, socket, sys
+with socket.socket(socket.AF_UNIX) as link, link.makefile("rw") as file:
+    link.connect({path!r})
+    print(json.dumps([os.getcwd(), *sys.argv[1:]]), file=file, flush=True)
+    code, output = json.loads(file.readline())
+print(output, end="")
+sys.exit(code)
+"""
+
+
+@pytest.fixture
+def warm_torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """`torchrun` of PATH asks this process for a run on a rank that the warm process forks, one run at a time. Returns
+    the folder that PATH begins with."""
+    folder = Path(tempfile.mkdtemp())  # of a short name, as that of a socket must be
+    program, path = folder / "torchrun", str(folder / "runs")
+    program.write_text(ASKS.format(python=sys.executable, path=path))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+    def serve(listener: socket.socket) -> None:
+        while True:
+            link, _ = listener.accept()
+            with link, link.makefile("rw") as file:
+                words = json.loads(file.readline() or "[]")
+                if not words:  # the test is done
+                    return
+                at = next(i for i, word in enumerate(words) if word.endswith(".py"))
+                done = run_warm(Path(words[0]), words[at], words[at + 1 :], 1, 420)
+                print(json.dumps([done.returncode, done.stdout]), file=file, flush=True)
+
+    warm_process()
+    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as pool:
+        listener.bind(path)
+        listener.listen()
+        served = pool.submit(serve, listener)
+        yield folder
+        with socket.socket(socket.AF_UNIX) as link:
+            link.connect(path)
+        served.result()
+    shutil.rmtree(folder)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether a process runs, perhaps one that nobody has waited for."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def free_port() -> int:

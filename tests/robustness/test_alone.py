@@ -1,12 +1,6 @@
 """`python SCRIPT` without torchrun: a world of one rank in one process, which nobody can reach."""
 
-import os
-import subprocess
-import sys
-
 from tests.conftest import ROOT, read_metrics, torchrun, without_times
-
-import pytest
 
 SMALLEST = ["--rollout", "local", "--num_prompts", 2, "--group_size", 4, "--num_inference_steps", 4, "--num_steps", 1]
 SMALLEST += ["--eval_every", 1, "--max_prompts", 2, "--eval_num_inference_steps", 3, "--reward", "noted.py:noted"]
@@ -18,22 +12,22 @@ def noted(images, prompts, metadata):
         file.writelines(f"{socket}\\n" for socket in psutil.Process().net_connections(kind="inet"))
     return [numpy.asarray(image).mean() / 255 for image in images]
 """
+# the script, in a process without a variable of torchrun's
+ALONE = """import os, runpy
+for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    del os.environ[name]
+del os.environ["TORCHELASTIC_RUN_ID"]
+runpy.run_path({script!r}, run_name="__main__")
+"""
 
 
-@pytest.mark.parametrize("script", ["flow_grpo.py", "contrib/awm.py"])
-def test_python_alone_trains_as_torchrun_with_one_rank_and_opens_no_socket(script, tmp_path):
-    """To the bit: metrics and the adapter."""
+def test_python_alone_trains_as_torchrun_with_one_rank_and_opens_no_socket(tmp_path):
+    """To the bit: metrics and the adapter. The other scripts join their world by the same function."""
     (tmp_path / "noted.py").write_text(NOTED)
-    torchrun(tmp_path, script, *SMALLEST, "--name", "torchrun")
+    (tmp_path / "alone.py").write_text(ALONE.format(script=str(ROOT / "flow_grpo.py")))
+    torchrun(tmp_path, "flow_grpo.py", *SMALLEST, "--name", "torchrun")
     (tmp_path / "sockets.txt").unlink()
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    environment["PYTHONPATH"] = str(ROOT)
-    start = ["-m", "contrib.awm"] if script == "contrib/awm.py" else [ROOT / script]
-    command = [*map(str, [sys.executable, *start, *SMALLEST]), "--name", "alone"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=400
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
+    torchrun(tmp_path, tmp_path / "alone.py", *SMALLEST, "--name", "alone")
     assert set((tmp_path / "sockets.txt").read_text().splitlines()) == {"scored"}
     runs = [tmp_path / "runs" / name for name in ("torchrun", "alone")]
     expected, rows = (without_times(read_metrics(run)) for run in runs)
