@@ -1,16 +1,13 @@
 """What a user sees when something breaks: one line that says what and what to do, in time, and nothing lost.
 
 Most runs are the scripts' own `__main__` in this process, with one vLLM-Omni engine for all of them; those whose
-process matters (the screen, exit codes, a kill) are started as a user starts them.
+process matters (the screen, exit codes, a kill) have processes of their own.
 """
 
 import itertools
 import math
-import os
 import re
 import signal
-import subprocess
-import sys
 
 import flow_grpo
 from common.engine.client import VLLMEngine
@@ -18,13 +15,11 @@ from common.files.checkpoints import saved_checkpoints
 from tests import broken_engine
 from tests.conftest import (
     EMBEDDED,
-    ROOT,
     TINY,
     assert_one_line,
     few_eval_prompts,
     forked_engines,
     needs_engine,
-    one_rank_environment,
     read_metrics,
     run_here,
     torchrun,
@@ -55,6 +50,10 @@ def engine(shared_engine, monkeypatch):
     return shared_engine
 
 
+# OCR and training would take most of so short a run
+CHEAP = ["--reward", "jpeg_compressibility", "--num_prompts", 2, "--num_inference_steps", 4]
+
+
 def steps_of(folder, name="flow_grpo"):
     return [row["training/global_step"] for row in read_metrics(folder / "runs" / name)]
 
@@ -77,9 +76,8 @@ def train_with(breakage, folder, monkeypatch, *options):
     monkeypatch.setattr(VLLMEngine, "trains", False, raising=False)
     if breakage:
         broken_engine.break_engine(breakage)
-    return run_here(
-        folder, "flow_grpo.py", *TINY, "--num_steps", 2, "--learning_rate", 3e-3, *options, *few_eval_prompts(folder, 2)
-    )
+    options = [*TINY, *CHEAP, "--num_steps", 2, "--learning_rate", 3e-3, *options, *few_eval_prompts(folder, 2)]
+    return run_here(folder, "flow_grpo.py", *options)
 
 
 @pytest.mark.parametrize(("breakage", "old_log_prob"), [*((b, "recompute") for b in BROKEN), ("sigmas", "rollout")])
@@ -125,15 +123,12 @@ def test_the_engine_has_nothing_that_a_kill_could_leave(shared_engine):
 # ---- the engine is gone ----------------------------------------------------------------------------------------------
 @needs_engine
 def test_an_engine_killed_in_a_rollout_ends_the_process_in_one_line_on_the_screen(tmp_path):
-    command = [sys.executable, ROOT / "tests" / "broken_engine.py", "killed", *map(str, TINY), "--num_steps", "3"]
-    command += ["--eval_every", "1", *few_eval_prompts(tmp_path, 2)]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | one_rank_environment(), capture_output=True, text=True, timeout=300
-    )
+    options = [*TINY, *CHEAP, "--rollout", "vllm", "--num_steps", 3, "--eval_every", 1, *few_eval_prompts(tmp_path, 2)]
+    done = torchrun(tmp_path, "tests/broken_engine.py", "killed", *options, check=False)
     assert done.returncode == 1
-    lines = [line for line in re.split(r"[\r\n]", done.stderr) if line.strip() and not re.search("it/s|s/it", line)]
+    lines = [line for line in re.split(r"[\r\n]", done.stdout) if line.strip() and not re.search("it/s|s/it", line)]
     line = lines[-1]
-    assert "Traceback" not in done.stderr and not any("error" in other for other in lines[:-1]), done.stderr
+    assert "Traceback" not in done.stdout and not any("error" in other for other in lines[:-1]), done.stdout
     assert_one_line(line, "broken_engine.py")
     for part in (
         r" generate .* -9, SIGKILL\)",
@@ -149,7 +144,7 @@ def test_an_engine_killed_in_a_rollout_ends_the_process_in_one_line_on_the_scree
 def test_an_engine_killed_in_a_push_of_full_weights_ends_both_ranks(tmp_path):
     """The second rank's, in step 2. The first rank, whose own engine lives, does not wait for it, and no engine stays.
     A line says which engine died in what, and from where to resume: from step 1."""
-    options = [*TINY, "--rollout", "vllm", "--lora_rank", 0, "--learning_rate", 1e-4, "--num_steps", 3]
+    options = [*TINY, *CHEAP, "--rollout", "vllm", "--lora_rank", 0, "--learning_rate", 1e-4, "--num_steps", 3]
     options += ["--eval_every", 1, *few_eval_prompts(tmp_path, 2)]
     done = torchrun(tmp_path, "tests/broken_engine.py", "killed_in_push", *options, nproc=2, check=False)
     assert done.returncode == 1
@@ -178,11 +173,12 @@ def nan_loss(monkeypatch, calls, policy_loss=flow_grpo.policy_loss):
     monkeypatch.setattr(flow_grpo, "policy_loss", broken)
 
 
-LOCAL = [*TINY, "--rollout", "local", "--learning_rate", 3e-3]
+LOCAL = [*TINY, *CHEAP, "--rollout", "local", "--learning_rate", 3e-3]
 
 
 def test_a_nan_gradient_is_skipped_and_counted_and_the_run_continues(tmp_path, monkeypatch):
-    nan_loss(monkeypatch, {0, 3})
+    """The first step takes no optimizer step at all, and saving takes none in its place."""
+    nan_loss(monkeypatch, {0, 1, 4})
     assert (
         run_here(
             tmp_path,
@@ -203,11 +199,11 @@ def test_a_nan_gradient_is_skipped_and_counted_and_the_run_continues(tmp_path, m
         is None
     )
     rows = read_metrics(tmp_path / "runs" / "flow_grpo")[1:]
-    assert [row["actor/skipped_steps"] for row in rows] == [1, 1, 0]
-    assert all(row["actor/grad_norm"] > 0 for row in rows)
+    assert [row["actor/skipped_steps"] for row in rows] == [2, 0, 1]
+    assert all(row["actor/grad_norm"] > 0 for row in rows[1:])
     saved = sorted((tmp_path / "runs" / "flow_grpo" / "checkpoints").iterdir())
     assert [path.name for path in saved] == ["step_000002.pt", "step_000003.pt"]
-    for path, steps in zip(saved, (2, 4), strict=True):  # optimizer steps that were taken
+    for path, steps in zip(saved, (2, 3), strict=True):  # optimizer steps that were taken
         state = torch.load(path, weights_only=True)
         assert {s["step"].item() for s in state["optimizer"]["state"].values()} == {steps}
         assert all(v.isfinite().all() for policy in state["policies"].values() for v in policy.values())
@@ -230,16 +226,6 @@ def test_three_steps_without_a_finite_gradient_end_the_run_and_change_no_weight(
     assert all(v.abs().max() == 0 for k, v in state["policies"]["default"].items() if "lora_B" in k)
 
 
-def test_saving_takes_no_optimizer_step(tmp_path, monkeypatch):
-    nan_loss(monkeypatch, {0})
-    assert (
-        run_here(tmp_path, "flow_grpo.py", *LOCAL, "--num_steps", 2, "--eval_every", 1, *few_eval_prompts(tmp_path, 2))
-        is None
-    )
-    state = torch.load(tmp_path / "runs/flow_grpo/checkpoints/step_000002.pt", weights_only=True)
-    assert {s["step"].item() for s in state["optimizer"]["state"].values()} == {1}
-
-
 # ---- rewards ---------------------------------------------------------------------------------------------------------
 REWARD = """
 calls = []
@@ -253,13 +239,12 @@ REWARDS = {
     "{}['no such key']": r" mine .*KeyError: 'no such key' \(\S*mine.py:7\); .*"
     r"runs/flow_grpo/traceback_rank0.txt; .* step_000001.pt, .*--resume latest$",
     "[0.5, float('nan')] * (len(images) // 2)": r" mine: .* 1 \(.* sign that says .* nan",
-    "[1.0]": " mine: .* 1 .* 16 .*list of float; ",
-    "None": " mine: .* NoneType .* 16 ",
 }
 
 
 @pytest.mark.parametrize("returned", REWARDS)
 def test_a_reward_that_breaks_is_named_and_what_was_measured_is_kept(tmp_path, returned):
+    """tests/rewards/test_failures.py has the other values that are no scores."""
     (tmp_path / "mine.py").write_text(REWARD.format(returned))
     line = run_here(
         tmp_path, "flow_grpo.py", *LOCAL, "--reward", tmp_path / "mine.py:mine", *few_eval_prompts(tmp_path, 2)
@@ -269,7 +254,7 @@ def test_a_reward_that_breaks_is_named_and_what_was_measured_is_kept(tmp_path, r
     assert steps_of(tmp_path) == [0, 1]
     trace = tmp_path / "runs/flow_grpo/traceback_rank0.txt"
     if "traceback" in REWARDS[returned]:
-        assert "line 7, in mine" in trace.read_text() or "TypeError" in trace.read_text()
+        assert "line 7, in mine" in trace.read_text()
     else:
         assert not trace.exists()  # no exception of the user's is behind the line
 
