@@ -245,9 +245,11 @@ def run_warm(
     timeout: float,
     draw_curves: bool = False,
     library: Path | None = None,
+    output: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """A run whose ranks the warm process forks. Its return code is that of the rank that failed first, or 0."""
-    process, output = warm_process(library), folder / "output_of_ranks.txt"
+    """A run whose ranks the warm process forks. Its return code is that of the rank that failed first, or 0. What they
+    print is in a file of `folder`, or in `output`."""
+    process, output = warm_process(library), output or folder / "output_of_ranks.txt"
     output.write_text("")
     request = {
         "folder": str(folder),
@@ -305,7 +307,7 @@ def warm_torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
                 if not words:  # the test is done
                     return
                 at = next(i for i, word in enumerate(words) if word.endswith(".py"))
-                done = run_warm(Path(words[0]), words[at], words[at + 1 :], 1, 420)
+                done = run_warm(Path(words[0]), words[at], words[at + 1 :], 1, 420, output=folder / "output")
                 print(json.dumps([done.returncode, done.stdout]), file=file, flush=True)
 
     warm_process()
