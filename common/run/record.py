@@ -3,6 +3,7 @@
 It stays in the run's folder, and in its checkpoints, by which a resumed run notices what has changed.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -151,10 +152,15 @@ def imports_from(script: Path | str) -> Path:
 def is_own(file: Path) -> bool:
     """Whether a module's file is neither CleanFlow's, which git has, nor the script, nor installed."""
     main = getattr(sys.modules["__main__"], "__file__", None)
-    others = [COMMON, *(COMMON.parent / name for name in OURS)]
-    others += [Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()]
-    is_installed = "site-packages" in file.parts or any(file.is_relative_to(folder) for folder in others)
-    return not is_installed and file != Path(main or "/").resolve()
+    is_known = "site-packages" in file.parts or any(file.is_relative_to(folder) for folder in folders_of_others(COMMON))
+    return not is_known and file != Path(main or "/").resolve()
+
+
+@functools.cache
+def folders_of_others(common: Path) -> list[Path]:
+    """CleanFlow's folders and Python's."""
+    python = [Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()]
+    return [common, *(common.parent / name for name in OURS), *python]
 
 
 def values_of(value: object) -> list[str]:
