@@ -16,16 +16,18 @@ from tests.conftest import (
     assert_one_line,
     brightness_reward,
     few_eval_prompts,
+    is_alive,
     needs_engine,
     read_metrics,
     torchrun,
+    warm_engines,
 )
 from tests.conftest import without_times as untimed
 
 import psutil
 import pytest
 
-STEPS = ["--num_steps", 4, "--eval_every", 2]
+STEPS = ["--num_steps", 3, "--eval_every", 1]
 LONGEST_S = 60  # from the loss of a node to the end of the other
 
 
@@ -48,13 +50,13 @@ def free_port():
     raise OSError("no port is free")
 
 
-def start_nodes(folder, *options, max_restarts=0):
+def start_nodes(folder, *options, script=ROOT / "flow_grpo.py", max_restarts=0):
     """The two agents; what each prints is in folder/nodeN.log."""
     port = free_port()
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 1]
     command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", "--rdzv_id", "nodes"]
     command += ["--max_restarts", max_restarts]
-    command += [ROOT / "flow_grpo.py", *options]
+    command += [script, *options]
     agents = []
     for node in range(2):
         with open(folder / f"node{node}.log", "w") as log:
@@ -86,28 +88,45 @@ def logs(folder):
 def one_node(tmp_path_factory):
     """The folder, options and metrics of a run of two ranks on one node, with a copy of the weights each, as on two."""
     folder = tmp_path_factory.mktemp("one")
-    options = [*TINY, *few_eval_prompts(folder, 4), "--reward", brightness_reward(folder)]
+    options = [*TINY, "--num_prompts", 2, "--num_inference_steps", 3, *few_eval_prompts(folder, 2)]
+    options += ["--reward", brightness_reward(folder)]
     torchrun(folder, "flow_grpo.py", *options, "--rollout", "local", *STEPS, "--shard_ranks", 1, nproc=2)
     return folder, options, untimed(read_metrics(folder / "runs" / "flow_grpo"))
 
 
+# flow_grpo.py with engines that the warm process forks
+FORKED = """import runpy, sys
+sys.path[:0] = [{root!r}]
+from tests.warm_engine import fork_engines
+fork_engines(*{engines!r})
+sys.path[0] = {root!r}
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
 def lose_a_node(folder, options, checkpoint):
     """Kill rank 1's agent as soon as the run's checkpoint is there; the other node ends in one line that names it."""
-    agents = start_nodes(folder, *options)
+    script = folder / "flow_grpo.py"
+    script.write_text(FORKED.format(root=str(ROOT), engines=warm_engines(), script=str(ROOT / "flow_grpo.py")))
+    agents = start_nodes(folder, *options, script=script)
     deadline = time.monotonic() + 300
     while not checkpoint.exists():
         assert time.monotonic() < deadline and all(agent.poll() is None for agent in agents), logs(folder)
         time.sleep(0.02)
     ranks = {rank: process for agent in agents for rank, process in ranks_of(agent).items()}
     assert [process.environ()["LOCAL_RANK"] for process in ranks.values()] == ["0", "0"]
-    processes = [child for agent in agents for child in psutil.Process(agent.pid).children(recursive=True)]
     lost = next(agent for agent in agents if 1 in ranks_of(agent))
+    processes = [process for process in psutil.process_iter(["cwd"]) if process.info["cwd"] == str(folder)]
+    processes.remove(psutil.Process())
+    assert len(processes) == 6  # agents, ranks, engines
     lost.kill()
 
     exit_codes = finish(agents, LONGEST_S)
     assert sorted(exit_codes) == [-signal.SIGKILL, 1], logs(folder)
-    psutil.wait_procs(processes, LONGEST_S)
-    assert not any(process.is_running() for process in processes)  # neither ranks nor engines
+    deadline = time.monotonic() + LONGEST_S
+    while any(map(is_alive, processes)):  # neither ranks nor engines
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     survivor = 1 - agents.index(lost)
     log = (folder / f"node{survivor}.log").read_text()
     line = re.search(r"^flow_grpo.py: error: .*\(see \w+\).*$", log, re.MULTILINE)
@@ -120,16 +139,19 @@ def lose_a_node(folder, options, checkpoint):
 @needs_engine
 def test_engines_on_two_nodes_of_which_one_is_lost(one_node, tmp_path):
     """The steps before the loss and after it, an engine on each node, are those of a run of two ranks on one node that
-    nothing disturbed, with --rollout local, to round-off. test_torchrun_restarts_what_was_lost has them to the bit.
-    Both nodes continue without engines, whose start would see nothing more."""
+    nothing disturbed, with --rollout local, to round-off. test_two_agents_restart_a_lost_rank has them to the bit, and
+    two nodes that continue. Here both ranks continue on one node, without engines."""
     _, options, expected = one_node
     options = [*options, *STEPS, "--resume", "latest"]
     run = tmp_path / "runs" / "flow_grpo"
-    lose_a_node(tmp_path, options, run / "checkpoints" / "step_000002.pt")
+    lose_a_node(tmp_path, options, run / "checkpoints" / "step_000001.pt")
     # by rank, not by local rank, of which both are 0
     assert all((run / f"engine_rank{rank}.log").stat().st_size > 0 for rank in range(2))
-    assert finish(start_nodes(tmp_path, *options, "--rollout", "local"), 400) == [0, 0], logs(tmp_path)
-    assert "loaded runs/flow_grpo/checkpoints/step_000002.pt; rollout: vllm -> local\n" in logs(tmp_path)
+    local = [*options, "--rollout", "local", "--shard_ranks", 1]  # a copy of the weights each, as on two nodes
+    assert (
+        "loaded runs/flow_grpo/checkpoints/step_000001.pt; rollout: vllm -> local"
+        in torchrun(tmp_path, "flow_grpo.py", *local, nproc=2).stdout
+    )
     rows = untimed(read_metrics(run))
     assert [row["training/global_step"] for row in rows] == [row["training/global_step"] for row in expected]
     names = ("critic/rewards/mean", "critic/rewards/std_mean", "critic/advantages/max", "critic/diversity")
@@ -144,16 +166,28 @@ def test_engines_on_two_nodes_of_which_one_is_lost(one_node, tmp_path):
 # ---- the SLURM script of docs/cluster.md -----------------------------------------------------------------------------
 FAKE_SRUN = """#!{python}
 # starts its command once for each of two nodes, as srun does: the exit code is the highest
-import subprocess, sys
+import os, subprocess, sys
 command = sys.argv[1:]
 while command[0].startswith("--"):
     command.pop(0)
-tasks = [subprocess.Popen(command) for node in range(2)]
+tasks = [subprocess.Popen(command, env=os.environ | {{"SLURM_PROCID": str(node)}}) for node in range(2)]
 sys.exit(max(task.wait() for task in tasks))
 """
 FAKE_SCONTROL = """#!/bin/bash
 echo "$@" >>scontrol.log
 if [ "$1" = show ]; then printf '127.0.0.1\\n127.0.0.2\\n'; fi
+"""
+# starts the ranks of a node, which SLURM_PROCID tells, and ends with 1 where one of them fails, as torchrun does
+FAKE_TORCHRUN = """#!{python}
+import os, subprocess, sys
+at = sys.argv.index("flow_grpo.py")
+given = dict(zip(sys.argv[1:at:2], sys.argv[2:at:2], strict=True))
+nodes, ranks = int(given["--nnodes"]), int(given["--nproc_per_node"])
+first = int(os.environ["SLURM_PROCID"]) * ranks
+world = {{"WORLD_SIZE": str(nodes * ranks)}}
+command = [sys.executable, *sys.argv[at:]]
+started = [subprocess.Popen(command, env=os.environ | world | {{"RANK": str(first + i)}}) for i in range(ranks)]
+sys.exit(int(any([rank.wait() for rank in started])))
 """
 # in place of flow_grpo.py: its folder's file `plan` says whether it saves a checkpoint, and its exit code
 FAKE_SCRIPT = """
@@ -180,11 +214,13 @@ def slurm_script():
 
 
 def test_the_slurm_script_is_requeued_as_long_as_it_gets_on(tmp_path):
-    """It is requeued after a start that failed but saved; not after a success, nor where nothing was saved."""
+    """It is requeued after a start that failed but saved; not after a success, nor where nothing was saved. The test
+    below has the real torchrun."""
     script = tmp_path / "cluster.sh"
     script.write_text(slurm_script())
     subprocess.run(["bash", "-n", script], check=True)
     programs = {"srun": FAKE_SRUN.format(python=sys.executable), "scontrol": FAKE_SCONTROL, "flow_grpo.py": FAKE_SCRIPT}
+    programs["torchrun"] = FAKE_TORCHRUN.format(python=sys.executable)
     for name, text in programs.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -262,10 +298,10 @@ if is_first:
 """
 
 
-@pytest.mark.parametrize(("nodes", "gpus"), [(1, 2), (2, 1), (2, 2)])
-def test_the_slurm_script_goes_on_after_its_time_limit_on_any_number_of_ranks(nodes, gpus, tmp_path):
-    """SIGTERM near the end of the time reaches every rank; the run saves, and the job is queued again and finishes."""
-    script = slurm_script()
+def test_the_slurm_script_goes_on_after_its_time_limit(tmp_path):
+    """SIGTERM near the end of the time reaches every rank of two nodes with two each; the run saves, and the job is
+    queued again and finishes."""
+    script, nodes, gpus = slurm_script(), 2, 2
     for option, value in (("nodes", nodes), ("gpus-per-node", gpus), ("cpus-per-task", 1)):
         script, count = re.subn(rf"^(#SBATCH --{option}=).*$", rf"\g<1>{value}", script, flags=re.M)
         assert count == 1
@@ -292,13 +328,14 @@ def test_the_slurm_script_goes_on_after_its_time_limit_on_any_number_of_ranks(no
     assert all((tmp_path / f"seen_second_{rank}_of_{len(ranks)}").exists() for rank in ranks)
 
 
-# a reward that kills one rank in a phase of step 3 or 4, in the first start only; the other rank is busy at that time
+# a reward that kills one rank in a phase of step 2, in the first start only; the other rank is busy at that time
 FATAL = """import os, signal, time
 import numpy, torch
+is_first = not os.path.exists("lost")
 
 def lose(moment):
-    is_late = os.path.exists("runs/flow_grpo/checkpoints/step_000002.pt")
-    if moment != "MOMENT" or not is_late or os.path.exists("started"):
+    is_late = os.path.exists("runs/flow_grpo/checkpoints/step_000001.pt")
+    if moment != "MOMENT" or not is_late or not is_first:
         return
     if os.environ["RANK"] == "VICTIM":
         open("lost", "w").close()
@@ -319,22 +356,34 @@ def brightness(images, prompts, metadata):
 """
 
 
-@pytest.mark.parametrize(("moment", "victim"), [("rollout", 1), ("save", 0)])
-def test_two_agents_restart_a_lost_rank(moment, victim, one_node, tmp_path):
-    """--max_restarts with --resume latest: a rank is killed after step 2, both come back, and nothing differs.
-
-    In a rollout the other rank is busy when that happens: its agent restarts it because the first one waits, and does
-    not count. The agents' restart counts then differ.
-    """
-    folder, options, expected = one_node
-    (tmp_path / "brightness.py").write_text(FATAL.replace("MOMENT", moment).replace("VICTIM", str(victim)))
+def doomed(folder, options, moment, victim):
+    """The options of a run whose rank `victim` is killed at that moment."""
+    (folder / "brightness.py").write_text(FATAL.replace("MOMENT", moment).replace("VICTIM", str(victim)))
     options = ["brightness.py:brightness" if "brightness.py" in str(option) else option for option in options]
-    agents = start_nodes(tmp_path, *options, "--rollout", "local", *STEPS, "--resume", "latest", max_restarts=3)
+    return [*options, "--rollout", "local", *STEPS, "--resume", "latest"]
+
+
+def assert_undisturbed(folder, one_node):
+    """The metrics and the adapter of the run in this folder are those of the run that nothing disturbed."""
+    undisturbed, _, expected = one_node
+    assert untimed(read_metrics(folder / "runs" / "flow_grpo")) == expected
+    (adapter,) = (undisturbed / "runs" / "flow_grpo" / "adapter").glob("*.safetensors")
+    assert (folder / "runs" / "flow_grpo" / "adapter" / adapter.name).read_bytes() == adapter.read_bytes()
+
+
+def test_two_agents_restart_a_lost_rank(one_node, tmp_path):
+    """--max_restarts with --resume latest: a rank is killed after step 1, both come back, and nothing differs.
+
+    In this rollout the other rank is busy when that happens: its agent restarts it because the first one waits, and
+    does not count. The agents' restart counts then differ.
+    """
+    _, options, _ = one_node
+    agents = start_nodes(tmp_path, *doomed(tmp_path, options, "rollout", 1), max_restarts=3)
     deadline = time.monotonic() + 300
     first, counts = set(), {}  # process ids; restart counts by rank, of the second start
     while len(counts) < 2:
         assert time.monotonic() < deadline and all(agent.poll() is None for agent in agents), logs(tmp_path)
-        time.sleep(0.02)
+        time.sleep(0.5)
         with contextlib.suppress(psutil.Error):  # a rank that ends just now
             ranks = {rank: process for agent in agents for rank, process in ranks_of(agent).items()}
             if not (tmp_path / "lost").exists():
@@ -342,44 +391,27 @@ def test_two_agents_restart_a_lost_rank(moment, victim, one_node, tmp_path):
             for rank, process in ranks.items():
                 if process.pid not in first:
                     counts[rank] = int(process.environ()["TORCHELASTIC_RESTART_COUNT"])
-    (tmp_path / "started").touch()
     assert finish(agents, 300) == [0, 0], logs(tmp_path)
-    if moment != "save":  # where the other rank notices at once
-        assert sorted(counts.values()) == [0, 1]
-    assert "step_000002.pt" in logs(tmp_path)
-    run, undisturbed = (at / "runs" / "flow_grpo" for at in (tmp_path, folder))
-    assert untimed(read_metrics(run)) == expected
-    (adapter,) = (undisturbed / "adapter").glob("*.safetensors")
-    assert (run / "adapter" / adapter.name).read_bytes() == adapter.read_bytes()
+    assert sorted(counts.values()) == [0, 1]
+    assert "step_000001.pt" in logs(tmp_path)
+    assert_undisturbed(tmp_path, one_node)
 
 
-LOST_ONCE = """import os, signal
-def lost_once(images, prompts, metadata):
-    is_late = os.path.exists("runs/flow_grpo/checkpoints/step_000002.pt")
-    if is_late and os.environ["RANK"] == "1" and not os.path.exists("lost"):
-        open("lost", "w").close()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return [0.0] * len(images)
-"""
+def test_a_rank_that_is_lost_while_it_saves_costs_no_step_before(one_node, tmp_path):
+    """The first rank of one node's two, of which no rank is left. What the next start has is as if nothing had been."""
+    _, options, _ = one_node
+    options = [*doomed(tmp_path, options, "save", 0), "--shard_ranks", 1]
+    assert torchrun(tmp_path, "flow_grpo.py", *options, nproc=2, check=False).returncode == -signal.SIGKILL
+    assert (tmp_path / "lost").exists()
+    assert "step_000001.pt" in torchrun(tmp_path, "flow_grpo.py", *options, nproc=2).stdout
+    assert_undisturbed(tmp_path, one_node)
 
 
-def test_torchrun_restarts_what_was_lost(one_node, tmp_path):
-    """--max_restarts with --resume latest: a rank is killed after step 2, both come back, and nothing differs."""
-    _, options, expected = one_node
-    (tmp_path / "reward.py").write_text(LOST_ONCE)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2]
-    command += ["--max_restarts", 1, ROOT / "flow_grpo.py", *options, "--rollout", "local", *STEPS]
-    command += ["--eval_reward", "reward.py:lost_once", "--shard_ranks", 1, "--resume", "latest"]
-    done = subprocess.run([*map(str, command)], cwd=tmp_path, capture_output=True, text=True, timeout=420)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert (tmp_path / "lost").exists() and "step_000002.pt" in done.stdout + done.stderr
-    rows = untimed(read_metrics(tmp_path / "runs" / "flow_grpo"))
-    assert [{name: row[name] for name in before} for row, before in zip(rows, expected, strict=True)] == expected
-
-
-ALONE = """import sys
+ALONE = """import os, sys
 from common import distributed
 from common.run import friendly_errors
+os.environ |= {"RANK": sys.argv[1], "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+os.environ["MASTER_PORT"] = sys.argv[2]
 distributed.JOIN_TIMEOUT /= 100
 with friendly_errors():
     distributed.setup_distributed()
@@ -390,14 +422,12 @@ with friendly_errors():
 def test_a_rank_that_joins_alone_ends_in_one_line(rank, tmp_path):
     """After three seconds, here. Rank 1 waits for a store, and rank 0 for rank 1."""
     (tmp_path / "alone.py").write_text(ALONE)
-    variables = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
-    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "alone.py"]
-    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=100)
+    port = free_port()
+    done = torchrun(tmp_path, tmp_path / "alone.py", rank, port, check=False)
     assert done.returncode == 1
-    (line,) = [line for line in done.stderr.splitlines() if "error: " in line]
-    assert re.match(f"alone.py: error: .* {rank}: 2 .* 127.0.0.1:{variables['MASTER_PORT']} ", line)
-    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if "error: " in line]
+    assert re.match(f"alone.py: error: .* {rank}: 2 .* 127.0.0.1:{port} ", line)
+    assert "Traceback" not in done.stdout
 
 
 HANGS = """import datetime, os, time
@@ -418,9 +448,7 @@ with friendly_errors():
 def test_a_collective_that_times_out_ends_in_one_line(tmp_path):
     """Rank 1 of 3 hangs. The others give up after three seconds."""
     (tmp_path / "hangs.py").write_text(HANGS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "3", "hangs.py"]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
-    lines = [line for line in done.stderr.splitlines() if line.startswith("hangs.py: error: ")]
+    done = torchrun(tmp_path, tmp_path / "hangs.py", nproc=3, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("hangs.py: error: ")]
     assert done.returncode == 1
     assert set(lines) == {f"hangs.py: error: {ANOTHER_RANK_LOST}"}
