@@ -48,7 +48,15 @@ def reason(error: BaseException) -> str:
         return f"{error}; convert it by `iconv -f UTF-16 -t UTF-8 OLD > NEW`"
     if isinstance(error, SystemExit):
         return repr(error)
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return getattr(error, "strerror", None) or message_of(error) or type(error).__name__
+
+
+def message_of(error: BaseException) -> str:
+    """str(error); nothing of a user's exception that cannot say what it is."""
+    try:
+        return str(error)
+    except Exception:  # whatever its __str__ raises
+        return ""
 
 
 def truncate(text: str) -> str:

@@ -227,7 +227,9 @@ def score_images(
         RunError: naming the reward that raised, gave the wrong number of scores, or a score that is not finite; with
             "stop" also one that gave an exception instead of a score.
     """
-    return in_user_thread(lambda: _score_images(rewards, images, prompt_set, reward_failure, details))
+    asked: list[str] = []
+    call = functools.partial(_score_images, rewards, images, prompt_set, reward_failure, details, asked)
+    return in_user_thread(call, running=lambda: f"reward {asked[-1]}" if asked else "what runs beside the rewards")
 
 
 @torch.no_grad()
@@ -237,6 +239,7 @@ def _score_images(
     prompt_set: PromptSet,
     reward_failure: str,
     details: Sequence[Details] | None,
+    asked: list[str],
 ) -> torch.Tensor:
     scores = torch.full((len(prompt_set), len(rewards)), NOT_ASKED, dtype=torch.float64)
     for function in {id(function): function for function in rewards.values()}.values():  # each once
@@ -246,6 +249,7 @@ def _score_images(
             continue
         asking = prompt_set.select(rows)
         names = ", ".join(columns)
+        asked.append(names)
         file = own_file(function)
         try:
             # copies, so that no reward sees what another one did to them

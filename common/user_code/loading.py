@@ -17,17 +17,21 @@ import importlib.util
 import inspect
 import os
 import queue
+import signal
 import sys
 import threading
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import NoReturn, TypeVar
 
+from common import process
+from common.errors import RunError, message_of
 from common.user_code.shared_state import kept
 
 import torch
@@ -37,14 +41,21 @@ ROOT = Path(__file__).resolve().parents[2]
 # a user's file -> the folders in which it finds its helpers: its own, and what it puts on sys.path
 _taken_in: dict[Path, list[Path]] = {}
 _starting = threading.Lock()
+LONG_S = 60  # that a call takes until a line tells of it
+GRACE_S = 15  # of a call after a stop signal, where torchrun kills the run 30 s after it
 NEVER_TRUE = ("__name__ == '__main__'", "TYPE_CHECKING", "typing.TYPE_CHECKING")  # of a file that is imported
 
 
 # ---- the thread ------------------------------------------------------------------------------------------------------
-def in_user_thread(function: Callable[[], Result]) -> Result:
+def in_user_thread(function: Callable[[], Result], running: Callable[[], str] | None = None) -> Result:
     """What `function` returns or raises, run in the thread of users' files with as many threads of torch as here.
 
-    A caller in another thread waits for what runs there already.
+    A caller in another thread waits for what runs there already. running: says what the wait is for, where it may be
+    long.
+
+    Raises:
+        RunError: naming what is running: it had not ended some seconds after a stop signal, and torchrun would kill
+            the run before it could save.
     """
     with _starting:
         thread, jobs = _user_thread()
@@ -52,7 +63,29 @@ def in_user_thread(function: Callable[[], Result]) -> Result:
         return function()
     future: Future[Result] = Future()
     jobs.put((future, function, torch.get_num_threads()))
+    if running:
+        _wait(future, running)
     return future.result()
+
+
+def _wait(future: Future, running: Callable[[], str]) -> None:
+    """Until a call has ended, or until it is given up."""
+    began = time.monotonic()
+    stopped: float | None = None  # when this wait first saw a stop signal
+    is_told = False
+    while not wait([future], timeout=1).done:
+        now = time.monotonic()
+        if not is_told and now - began > LONG_S:
+            process.print_message(f"waiting for {running()}, {now - began:.0f} s so far")
+            is_told = True
+        if process.caught_signals:
+            stopped = stopped or now
+            if now - stopped > GRACE_S and process.is_killed_early():
+                _user_thread.cache_clear()  # this one may hang for ever; what comes has another
+                name = signal.Signals(process.caught_signals[0]).name
+                raise RunError(
+                    f"{running()} has not ended {GRACE_S} s after {name}, and torchrun kills a run after 30 s"
+                )
 
 
 def call_user_code(
@@ -354,7 +387,7 @@ def describe(error: BaseException, source: Callable | Path) -> str:
             place += f":{code.co_firstlineno}"
     if isinstance(error, SyntaxError) and error.filename:
         place = f"{error.filename}:{error.lineno}"
-    text = " ".join(f"{type(error).__name__}: {error}".split())
+    text = " ".join(f"{type(error).__name__}: {message_of(error)}".split())
     if len(text) > 400:
         text = text[:400] + " ..."
     if own and folder and Path(at.filename).is_file():

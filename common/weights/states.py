@@ -94,6 +94,10 @@ def _load_moments(model: Family, optimizer: torch.optim.Optimizer, moments: dict
     # transformers, so that Adam has no state of it
     unsharded = StateDictOptions(full_state_dict=True, strict=False)
     kernels = [{name: group[name] for name in KERNELS & group.keys()} for group in optimizer.param_groups]
+    # a script may have given a group, after its own resume, a setting that its optimizer does not begin with
+    pairs = zip(moments["param_groups"], optimizer.param_groups, strict=True)
+    groups = [{name: value for name, value in saved.items() if name in own} for saved, own in pairs]
+    moments = moments | {"param_groups": groups}
     set_optimizer_state_dict(model.transformer, optimizer, moments, options=unsharded)
     for name, parameter in model.transformer.named_parameters():
         if name not in moments["state"]:  # torch has given it moments of 0, with a step counted

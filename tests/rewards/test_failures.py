@@ -104,6 +104,25 @@ def test_a_key_of_a_reward_that_returns_plain_numbers_is_told():
         score_images({"mine.style": reward(0.5, 1, 2)}, IMAGES, PROMPTS)
 
 
+class Unspeakable(Exception):
+    def __str__(self):
+        raise AttributeError("no text")
+
+
+@fast
+def test_an_exception_without_a_text_is_told_by_its_type(capfd):
+    """Raised by a reward, or given in a score's place."""
+
+    def raises(images, prompts, metadata):
+        raise Unspeakable
+
+    with pytest.raises(RunError, match="^reward r raised Unspeakable: "):
+        score_images({"r": raises}, IMAGES, PROMPTS)
+    with pytest.raises(RunError, match=r"^reward r .* 1 \(.* second\): Unspeakable; "):
+        score_images({"r": reward(1, Unspeakable(), 3)}, IMAGES, PROMPTS)
+    assert_close(score_images({"r": reward(1, Unspeakable(), 3)}, IMAGES, PROMPTS, "mask"), tensor([1], [NAN], [3]))
+
+
 @fast
 @pytest.mark.parametrize("decorator", ["", "@torch.no_grad()"])
 def test_a_reward_that_takes_other_arguments_is_told_at_its_own_line(decorator, tmp_path):

@@ -9,6 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
+from common import process
 from common.data import PromptSet
 from common.errors import RunError
 from common.files.prompts import read_prompts
@@ -303,6 +304,46 @@ def test_the_thread_that_scores_starts_its_openmp_threads(monkeypatch):
     scorer.add([0, 1], IMAGES)
     scorer.scores()
     assert threads == {user_code.in_user_thread(lambda: threading.current_thread().name)}
+
+
+def hang_until(event):
+    def hangs(images, prompts, metadata):
+        event.wait()
+        return [1.0] * len(images)
+
+    return hangs
+
+
+def test_a_wait_for_a_reward_is_told(monkeypatch, capfd):
+    """Once, with the name of the reward that is running."""
+    monkeypatch.setattr(user_code, "LONG_S", 0.5)
+    event = threading.Event()
+    rewards = {"quick": lambda images, prompts, metadata: [0.0] * len(images), "slow": hang_until(event)}
+    threading.Timer(3.5, event.set).start()
+    scores = score_images(rewards, [Image.new("RGB", (2, 2))], PromptSet(["p"], [{}]))
+    assert scores.tolist() == [[0.0, 1.0]]
+    assert capfd.readouterr().err.count(" reward slow,") == 1
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_reward_that_hangs_is_given_up_after_a_signal_where_torchrun_kills(is_killed, monkeypatch):
+    """So that the steps before are saved. Otherwise the step is finished. Later calls have another thread."""
+    monkeypatch.setattr(user_code, "GRACE_S", 0.5)
+    monkeypatch.setattr(process, "is_killed_early", lambda: is_killed)
+    monkeypatch.setattr(process, "caught_signals", [])
+    event = threading.Event()
+    images, prompts = [Image.new("RGB", (2, 2))], PromptSet(["p"], [{}])
+    scorer = Scorer({"slow": hang_until(event)}, prompts)
+    scorer.add([0], images)
+    process.caught_signals.append(2)
+    if is_killed:
+        with pytest.raises(RunError, match="^reward slow .* SIGINT"):
+            scorer.scores()
+        assert score_images({"next": lambda *_: [2.0]}, images, prompts).tolist() == [[2.0]]
+        event.set()
+    else:
+        threading.Timer(3.5, event.set).start()
+        assert scorer.scores().tolist() == [[1.0]]
 
 
 def test_a_reward_that_scores_by_another_one_does_not_wait_for_itself(tmp_path):

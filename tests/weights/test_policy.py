@@ -679,6 +679,13 @@ def test_rate_and_average_count_the_steps_of_any_optimizer(name, one_rank, tmp_p
         once, again = (tensors_on_rank_0(each, policy_name)[0] for each in (model, resumed))
         assert all(torch.equal(tensor, again[key]) for key, tensor in once.items()), policy_name
 
+    # a copy's `load` that still sets betas, of an optimizer that has none: the next start loads what was saved then
+    optimizer.param_groups[0]["betas"] = (0.9, 0.99)
+    state = training_state(resumed, optimizer, tmp_path / "again.pt") | {"path": tmp_path / "again.pt"}
+    another = OPTIMIZERS[name](trained)
+    load_training_state(resumed, another, state)
+    assert ("betas" in another.param_groups[0]) == (name == "adamw") and resumed.num_updates == 6
+
 
 @pytest.mark.fast
 def test_a_lora_without_a_gradient_yet_begins_its_moments_after_a_resume(one_rank, tmp_path):
