@@ -374,36 +374,42 @@ def metrics_up_to(run, step):
     return b"".join(line for line in whole if json.loads(line)["training/global_step"] <= step)
 
 
-def kill_in_a_write(script, folder, options):
-    """Resume a run, and kill all its processes in the write of a checkpoint after the first one of this start.
+# in place of a script: it is killed in the write of its second checkpoint, of which the first half or all is on disk
+KILLED = """import os, runpy, signal, sys
+sys.path[0] = {root!r}
+replace, saved = os.replace, []
 
-    It must have continued from the newest whole checkpoint, and left no process. Returns the step of the newest now.
+def replace_or_die(source, target):
+    if os.path.basename(target).startswith("step_"):
+        saved.append(target)
+    if len(saved) > 1:
+        os.truncate(source, int(os.path.getsize(source) * {share}))
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(source, target)
+
+os.replace = replace_or_die
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+def kill_in_a_write(script, folder, options):
+    """Resume a run, which is killed in the write of a checkpoint after the first one of this start.
+
+    It must have continued from the newest whole checkpoint. Returns the step of the newest now.
     """
-    run = folder / "runs" / NAME
+    run, killed = folder / "runs" / NAME, folder / script
     found = newest_step(run)
     before = metrics_up_to(run, found)
-
-    def is_writing():
-        saved = checkpoint_step(saved_checkpoints(run)[-1]) if saved_checkpoints(run) else -1
-        following = checkpoint_path(run, saved + 1)
-        return saved > found and following.with_name(f".{following.name}.new").exists()
-
+    share = 0.5 if found < 1 else 1
+    killed.write_text(KILLED.format(root=str(ROOT), script=str(ROOT / script), share=share))
     options = [*options, "--name", NAME, "--resume", "latest", "--num_steps", 1000]
-    with warm_rank(folder, script, *options) as (rank, done):
-        wait_for(done.done, is_writing, 0.001)
-        killed = processes(rank)
-        for process in killed:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        assert done.result(30).returncode == -signal.SIGKILL
-    end = time.monotonic() + 30
-    while any(map(is_alive, killed)):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    done = torchrun(folder, killed, *options, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert list((run / "checkpoints").glob(".step_*.new"))
     if found >= 0:
-        assert f"loaded runs/{NAME}/checkpoints/step_{found:06d}.pt\n" in done.result().stdout
+        assert f"loaded runs/{NAME}/checkpoints/step_{found:06d}.pt\n" in done.stdout
     assert (run / "metrics.jsonl").read_bytes().startswith(before)
-    assert newest_step(run) > found
+    assert newest_step(run) == found + 1 or found < 0
     return newest_step(run)
 
 
