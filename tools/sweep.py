@@ -22,12 +22,12 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
-from typing import Any, NamedTuple, get_type_hints
+from types import FrameType, UnionType
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from common.files import saved_checkpoints
 from common.process import STOP_SIGNALS
@@ -80,7 +80,15 @@ def takes_one_value(script: str, option: str) -> bool:
     hints = get_type_hints(load_script(script).Args)
     if option not in hints:
         raise ValueError(f"--{option}: {script} has no such option")
-    return "tuple" not in str(hints[option])
+    return not holds_several(hints[option])
+
+
+def holds_several(hint: Any) -> bool:  # type hints have no type in common
+    """Whether a value of this type hint is, or may be, a tuple, list, set, dict or the like."""
+    origin = get_origin(hint) or hint
+    if origin in (Union, UnionType):
+        return any(holds_several(part) for part in get_args(hint))
+    return isinstance(origin, type) and issubclass(origin, Collection) and not issubclass(origin, str | bytes)
 
 
 def program(script: str) -> list[str]:

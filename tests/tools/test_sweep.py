@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -101,6 +102,39 @@ def test_a_script_that_cannot_be_imported_is_one_line(tool, code, told, tmp_path
         else:
             sweep.main(["--print_only", "--", "mine.py", "--kl_coef", "0.1", "0.2"])
     assert "\n" not in ended.value.code
+
+
+TYPES = """
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal, Optional, Union
+
+@dataclass
+class Args:
+    several_1: tuple[int, ...] = ()
+    several_2: list[int] = ()
+    several_3: Sequence[float] = ()
+    several_4: set[str] = ()
+    several_5: dict[str, float] = ()
+    several_6: Optional[Annotated[list[int], "of layers"]] = None
+    several_7: list[int] | None = None
+    several_8: list = ()
+    one_1: int = 1
+    one_2: str = ""
+    one_3: Literal["tuple", "list"] = "list"
+    one_4: Annotated[float, "no tuple"] | None = None
+    one_5: Union[int, str] = 1
+
+check = workload = None
+"""
+
+
+def test_an_option_of_several_values_is_known_by_its_type(tmp_path):
+    (tmp_path / "fork.py").write_text(TYPES)
+    names = [line.split(":")[0].strip() for line in TYPES.splitlines() if re.match(" +(several|one)_", line)]
+    assert len(names) == 13
+    found = {name: sweep.takes_one_value(str(tmp_path / "fork.py"), name) for name in names}
+    assert found == {name: name.startswith("one") for name in names}
 
 
 WRITES_A_RUN = """
