@@ -11,6 +11,7 @@ from common.distributed import data_rank, data_world_size, gather_objects, on_ra
 from common.errors import error_prefix
 from common.files import atomic_file, without_nan, writing
 from common.images import as_one_picture, save_png
+from common.process import print_message
 from common.rollout import Images
 
 from PIL import Image, ImageDraw, ImageFont
@@ -53,10 +54,19 @@ def plot_curves(folder: Path | str) -> None:
 
 
 def read_metrics(folder: Path | str) -> list[dict]:
-    """The lines of a run's metrics.jsonl, a dict each. ValueError: a line is no JSON, as a kill may leave the last."""
+    """The lines of a run's metrics.jsonl, a dict each. A last one without its end, which a kill may leave or a run be
+    writing, is left out, as a line of stderr says. ValueError: any other is no JSON."""
     file = Path(folder) / "metrics.jsonl"
+    rows = []
     with error_prefix(file, ValueError):
-        return [json.loads(line) for line in file.read_text().splitlines()]
+        for number, line in enumerate(file.read_bytes().splitlines(keepends=True), start=1):
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                if line.endswith(b"\n"):
+                    raise
+                print_message(f"{file}, line {number}: is cut short, as a kill leaves one: left out")
+    return rows
 
 
 def drawn_metrics(rows: list[dict], wanted: tuple[str, ...]) -> list[str]:

@@ -3,6 +3,7 @@
 import json
 import re
 
+from common.run.plots import read_metrics
 from tools import compare
 
 import numpy as np
@@ -172,10 +173,19 @@ def test_runs_of_one_name_are_labelled_by_their_paths():
     assert compare.labels_of(["x/a", "y/a"]) == ["x/a", "y/a"]
 
 
-def test_a_line_that_a_kill_has_cut_is_named_by_its_file(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"val/ocr/mean": 0.5}\n{"val/o')
-    with pytest.raises(SystemExit, match=f"^tools.compare: error: {tmp_path}/metrics.jsonl: Unterminated string"):
-        compare.main([str(tmp_path)])
+def test_a_last_line_that_a_kill_has_cut_is_left_out_and_named(tmp_path, capfd):
+    file = tmp_path / "metrics.jsonl"
+    whole = '{"training/global_step": 5, "val/ocr/mean": 0.5}\n'
+    file.write_text(whole + '{"training/global_step": 6, "val/o')
+    assert read_metrics(tmp_path) == [json.loads(whole)]
+    told = capfd.readouterr().err
+    assert told.startswith(f"{file}, line 2: ") and told.count("\n") == 1
+    file.write_text(whole + whole.strip())  # whole, but for its end
+    assert len(read_metrics(tmp_path)) == 2 and capfd.readouterr().err == ""
+    for wrong in (whole + '{"val/o\n', '{"val/o\n' + whole):  # no kill leaves these
+        file.write_text(wrong)
+        with pytest.raises(SystemExit, match=f"^tools.compare: error: {file}: "):
+            compare.main([str(tmp_path)])
 
 
 def test_runs_of_one_name_in_two_places_are_compared(tmp_path, capsys):
