@@ -32,7 +32,7 @@ from common.images import as_one_picture, open_png, save_png
 from common.models import known_folder
 from common.options import ASSETS
 from common.run.plots import save_grid
-from common.run.record import digest
+from common.run.record import digest, script_source
 from common.run.recorded_options import CHECKOUT, from_root
 from common.run.resuming import newest_record, step_of_best
 from common.weights.lora import LORA_FILES
@@ -550,8 +550,7 @@ def make_folder(folder: Path, args: argparse.Namespace) -> None:
             tables = bench_tables(run / "bench", policy, options["model"])
         except ValueError as error:  # it may be of the best adapter, where the last one is shared
             print(f"left out: {error}")
-    sources = [name.removeprefix("source ") for name in record.get("contents", {}) if name.startswith("source ")]
-    script = next((name for name in sources if name.endswith(".py")), "a script")
+    script = (script_source(record.get("contents", {})) or "a script").removeprefix("source ")
     algorithm = algorithm_of(run, script)
 
     write_weights(folder, policy)

@@ -109,6 +109,12 @@ def find_sources(script: Path | str) -> Contents:
     return {f"source {script.name}": digest([script]), "source common/": digest(sorted(files))}
 
 
+def script_source(contents: Contents) -> str | None:
+    """Which of a record's contents is the script, "source flow_grpo.py": find_sources names it behind all that it
+    imports. None where a record names none."""
+    return next((name for name in reversed(contents) if name.startswith("source ") and name.endswith(".py")), None)
+
+
 def user_code(code: Iterable[str], options: dict[str, Any], script: Path | str | None = None) -> dict[str, Path]:
     """By name the files of `code`, file.py:function each, what these and the script have imported from beside them, and
     the judge's question, which options name. Names are paths from the checkout's root, otherwise from the working

@@ -159,6 +159,18 @@ def test_the_cards_code_loads_full_weights(run):
     assert "lora" not in card.data.tags
 
 
+def test_a_script_with_files_of_its_own_is_named_itself(run):
+    """They stand before it in the record, as a name behind its own does too."""
+    file = run / "args.json"
+    record = json.loads(file.read_text())
+    own = {"source a_helper.py": "1 bytes, blake2b 0", "source z/helper.py": "1 bytes, blake2b 0"}
+    record |= {"contents": own | record["contents"]}
+    file.write_text(json.dumps(record))
+    card, _ = shared(run)
+    assert "flow_grpo" in card.data.tags and "by `flow_grpo.py`" in card.text
+    assert not {"a_helper", "helper"} & set(card.data.tags)
+
+
 def test_what_the_folder_and_the_card_have(run):
     card, folder = shared(run, "--gated")
     assert {path.name for path in folder.iterdir()} == {*("README.md", "before_after.png", "images", WEIGHTS)}
