@@ -33,7 +33,7 @@ from common.files import saved_checkpoints
 from common.process import STOP_SIGNALS
 from common.run.option_files import OF_THE_LORA, words_of_file
 from common.run.plots import read_metrics
-from common.run.recorded_options import as_recorded
+from common.run.recorded_options import CHECKOUT, as_recorded
 from common.run.resuming import EXPECTED_TO_DIFFER, newest_record
 from tools.plan import load_script
 
@@ -169,6 +169,20 @@ def of_script(words: Sequence[str]) -> list[str]:
     return list(itertools.dropwhile(lambda word: not word.startswith("--"), words))
 
 
+def split_command(command: str) -> tuple[str, list[str]]:
+    """The script's file and the words behind it, of a recorded command, which may begin with `-m mine.my_grpo`.
+
+    Raises:
+        ValueError: it names no script.
+    """
+    script, *words = shlex.split(command)
+    if script != "-m":
+        return script, words
+    module, *words = words
+    file = Path(*module.split(".")).with_suffix(".py")
+    return str(file if file.is_file() else CHECKOUT / file), words
+
+
 def options_with_file(run: SweptRun) -> dict[str, Any]:
     """{name: value} of all options to which the command of a run that has begun and the file of its --args come now.
 
@@ -177,7 +191,7 @@ def options_with_file(run: SweptRun) -> dict[str, Any]:
     Raises:
         ValueError: the script or the file cannot be read, or an option of the file is not the script's.
     """
-    script, *recorded = shlex.split(json.loads((RUNS / run.name / "args.json").read_text())["command"])
+    script, recorded = split_command(json.loads((RUNS / run.name / "args.json").read_text())["command"])
     is_recipe = run.start[0] == "bash"
     options = (split_options(of_script(recorded)) if is_recipe else {}) | {"args": []}
     options |= split_options(of_script(run.options))

@@ -149,10 +149,21 @@ def user_code(code: Iterable[str], options: dict[str, Any], script: Path | str |
 
 def imports_from(script: Path | str) -> Path:
     """From where the script imports files of its own: its folder, or what holds mine/ for `python -m mine.my_grpo`."""
-    script, main = Path(script).resolve(), sys.modules["__main__"]
-    runs = Path(getattr(main, "__file__", None) or "/").resolve() == script
-    package = [name for name in (runs and main.__package__ or "").split(".") if name]
-    return script.parents[len(package)]
+    main = sys.modules["__main__"]
+    package = [name for name in (is_main(script) and main.__package__ or "").split(".") if name]
+    return Path(script).resolve().parents[len(package)]
+
+
+def is_main(script: Path | str) -> bool:
+    """Whether Python was started with the script, and not with another program that runs it."""
+    return Path(getattr(sys.modules["__main__"], "__file__", None) or "/").resolve() == Path(script).resolve()
+
+
+def command_of(script: Path | str) -> str:
+    """What Python was started with: the script, or `-m mine.my_grpo`, for which sys.argv has the module's file. That
+    file alone would not find common/."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return shlex.join(["-m", spec.name, *sys.argv[1:]] if spec and is_main(script) else sys.argv)
 
 
 def is_own(file: Path) -> bool:
@@ -224,7 +235,7 @@ def create_run_folder(
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
     commit, diff, untracked = git_state(Path(script).parent)
     args = {
-        "command": shlex.join(sys.argv),
+        "command": command_of(script),
         "git_hash": commit,
         "untracked": untracked,
         "device": device,

@@ -848,6 +848,24 @@ def test_a_run_keeps_what_its_script_imports_from_beside_it(tmp_path, monkeypatc
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize(
+    ("is_script", "module", "start"),
+    [(True, "mine.my_grpo", "-m mine.my_grpo"), (True, None, "/mine/my_grpo.py"), (False, "x.y", "/mine/my_grpo.py")],
+)
+def test_a_run_of_a_module_is_recorded_as_one(tmp_path, monkeypatch, is_script, module, start):
+    """`python -m mine.my_grpo` leaves the file's path in sys.argv, which without -m does not find common/. Another
+    program may run the script: pytest, for example."""
+    script = tmp_path / "my_grpo.py"
+    script.write_text("")
+    file = str(script) if is_script else str(tmp_path / "other.py")
+    main = SimpleNamespace(__file__=file, __package__="", __spec__=module and SimpleNamespace(name=module))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr("sys.argv", ["/mine/my_grpo.py", "--name", "a b"])
+    create_run_folder(tmp_path / "run", {}, script)
+    assert json.loads((tmp_path / "run" / "args.json").read_text())["command"] == f"{start} --name 'a b'"
+
+
+@pytest.mark.fast
 def test_the_script_and_each_file_of_common_have_a_part_in_the_sources(tmp_path, monkeypatch):
     monkeypatch.setattr("common.run.record.COMMON", tmp_path / "common")
     script = tmp_path / "mine.py"

@@ -165,10 +165,12 @@ def test_a_script_with_files_of_its_own_is_named_itself(run):
     record = json.loads(file.read_text())
     own = {"source a_helper.py": "1 bytes, blake2b 0", "source z/helper.py": "1 bytes, blake2b 0"}
     record |= {"contents": own | record["contents"]}
+    record["command"] = f"-m mine.my_grpo --model {ROOT}/assets/embedded"
     file.write_text(json.dumps(record))
     card, _ = shared(run)
     assert "flow_grpo" in card.data.tags and "by `flow_grpo.py`" in card.text
     assert not {"a_helper", "helper"} & set(card.data.tags)
+    assert "\n-m mine.my_grpo --model assets/embedded\n" in card.text
 
 
 def test_what_the_folder_and_the_card_have(run):

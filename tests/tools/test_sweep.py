@@ -252,6 +252,19 @@ def test_options_stand_in_a_file_or_in_the_command(script):
     assert sweep.run_all([run], devices=[]) == {"a": "of another command: see runs/a/args.json"}
 
 
+def test_a_run_that_was_started_as_a_module_is_read(script):
+    Path("mine.yaml").write_text("kl_coef: 0.5\nnum_steps: 2\n")
+    run = begun(script, "--args", "mine.yaml")
+    record = json.loads(Path("runs/a/args.json").read_text())
+    record["command"] = record["command"].replace(str(script), "-m forks.mine")
+    Path("runs/a/args.json").write_text(json.dumps(record))
+    Path("forks").mkdir()
+    script.rename("forks/mine.py")
+    assert sweep.run_all([run], devices=[]) == {"a": "finished before"}
+    Path("mine.yaml").write_text("kl_coef: 0.4\nnum_steps: 2\n")
+    assert sweep.run_all([run], devices=[]) == {"a": "of another command: see runs/a/args.json"}
+
+
 def test_more_steps_are_a_run_that_goes_on_and_a_cut_log_is_no_end(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.py").write_text(WRITES_A_RUN)
