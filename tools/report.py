@@ -449,8 +449,11 @@ def page(folders: Sequence[Path]) -> str:
         parts.append(table(["option", *labels], [[name, *values] for name, values in differing]))
     parts.append("<h2>How they were last started</h2>")
     started = []
-    for title, name in (("command", "command"), ("commit", "git_hash"), ("device", "device")):
-        started.append([title, *(str(record.get(name) or "") for record in records.values())])
+    fields = {"command": "command", "commit": "git_hash", "commit of the script": "script_git_hash", "device": "device"}
+    for title, name in fields.items():
+        values = [str(record.get(name) or "") for record in records.values()]
+        if any(values) or name != "script_git_hash":  # which few have
+            started.append([title, *values])
     for library in sorted({name for record in records.values() for name in record["versions"]}):
         started.append([library, *(str(record["versions"].get(library, "")) for record in records.values())])
     parts.append(table(["", *labels], started))

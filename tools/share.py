@@ -434,6 +434,8 @@ def training_section(run: Path, record: dict, options: dict[str, Any], algorithm
     if "learning_rate" in options:
         lines.append(f"- learning rate: {options['learning_rate']:g}")
     lines.append(f"- commit of CleanFlow: `{record.get('git_hash')}`")
+    if record.get("script_git_hash"):
+        lines.append(f"- commit of the script's own repository: `{record['script_git_hash']}`")
     versions = [f"{name} {version}" for name, version in record.get("versions", {}).items()]
     lines += [f"- versions: {', '.join(versions)}", f"- machine: {record.get('device')}"]
     commands = []

@@ -220,8 +220,9 @@ def create_run_folder(
     contents: Contents | None = None,
     code: Iterable[str] = (),
 ) -> dict[Path, bytes]:
-    """Lock `folder`, and make it with args.json (the options, the command, the git hash, the machine),
-    uncommitted.diff, a copy of the script as source.py, and the user's code in code/. Rank 0 does all this.
+    """Lock `folder`, and make it with args.json (the options, the command, CleanFlow's git hash, the machine),
+    uncommitted.diff, a copy of the script as source.py, and the user's code in code/. Rank 0 does all this. A script in
+    a repository of its own has that one's commit too, as script_git_hash.
 
     A resumed run keeps the first ones. Its own stand beside them under the checkpoint's name, once it has begun: they
     are returned, {file: content}, for write_record. A resume that is refused is then no record. code: the values of
@@ -233,10 +234,13 @@ def create_run_folder(
     if not on_rank_0():
         return {}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
-    commit, diff, untracked = git_state(Path(script).parent)
+    commit, diff, untracked = git_state(COMMON.parent)
+    beside = Path(script).resolve().parent
+    is_of_another = repository_of(beside) not in (None, repository_of(COMMON.parent))
     args = {
         "command": command_of(script),
         "git_hash": commit,
+        **({"script_git_hash": git_state(beside)[0]} if is_of_another else {}),
         "untracked": untracked,
         "device": device,
         "format": FORMAT,
@@ -288,22 +292,29 @@ def versions() -> dict[str, str]:
     return found
 
 
+def run_git(folder: Path, *command: str) -> bytes:
+    """What a command of git prints in a folder; b"" where it fails."""
+    try:
+        done = subprocess.run(["git", "--no-optional-locks", *command], cwd=folder, capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):  # no git, or no repository
+        return b""
+    return done.stdout
+
+
+def repository_of(folder: Path) -> str | None:
+    """The root of the repository that a folder is in."""
+    return os.fsdecode(run_git(folder, "rev-parse", "--show-toplevel")).strip() or None
+
+
 def git_state(folder: Path) -> tuple[str | None, bytes, list[str]]:
     """The commit, with "-dirty" where files differ from it or are not in it; the difference; and the names of the files
     that git does not have, of at most 1,000. (None, b"", []) outside of a repository."""
-
-    def git(*command: str) -> bytes:
-        try:
-            done = subprocess.run(["git", "--no-optional-locks", *command], cwd=folder, capture_output=True, check=True)
-        except (OSError, subprocess.CalledProcessError):  # no git, or no repository
-            return b""
-        return done.stdout
-
-    commit = git("rev-parse", "HEAD").decode().strip()
+    commit = run_git(folder, "rev-parse", "HEAD").decode().strip()
     if not commit:
         return None, b"", []
-    diff = git("diff", "--no-ext-diff", "--no-color", "HEAD")
-    names = git("ls-files", "--others", "--exclude-standard", "--full-name", ":/").decode(errors="replace").splitlines()
+    diff = run_git(folder, "diff", "--no-ext-diff", "--no-color", "HEAD")
+    others = run_git(folder, "ls-files", "--others", "--exclude-standard", "--full-name", ":/")
+    names = others.decode(errors="replace").splitlines()
     dirty = "-dirty" if diff or names else ""
     if len(diff) > LONGEST_DIFF:
         diff = diff[:LONGEST_DIFF] + f"\n{len(diff) - LONGEST_DIFF} more bytes are left out\n".encode()

@@ -621,15 +621,16 @@ def test_without_a_difference_no_step_is_the_best(tmp_path, monkeypatch, capsys)
 OPTIONS = {"name": "test", "learning_rate": 0.5, "reward": ("ocr",), "resume": "latest"}
 
 
-def test_create_run_folder(tmp_path):
+def test_create_run_folder(tmp_path, monkeypatch):
     script = tmp_path / "script.py"
     script.write_text("print('the source')\n")
     folder = tmp_path / "runs" / "test"
+    monkeypatch.setattr("common.run.record.COMMON", tmp_path / "common")
     create_run_folder(folder, OPTIONS, script)
     record = json.loads((folder / "args.json").read_text())
     assert record["args"] == {"name": "test", "learning_rate": 0.5, "reward": ["ocr"], "resume": "latest"}
     assert record["git_hash"] is None  # not in a repository
-    assert record["command"]
+    assert record["command"] and "script_git_hash" not in record
     assert torch.cuda.is_available() or record["device"] == f"CPU, {os.cpu_count()} cores"
     assert record["versions"]["torch"] == torch.__version__
     assert (folder / "source.py").read_text() == "print('the source')\n"
@@ -773,14 +774,39 @@ def test_the_digest_of_prompts_covers_whatever_names_them(tmp_path, monkeypatch)
         before = after
 
 
+def make_repository(folder):
+    """A repository with a script, whose commit is returned."""
+    folder.mkdir()
+    (folder / "script.py").write_text("")
+    git = ["git", "-C", str(folder), "-c", "user.name=test", "-c", "user.email=test@example.com"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", f"of {folder}"]):
+        subprocess.run([*git, *command], check=True)
+    return subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("place", ["checkout/mine", "elsewhere"])
+def test_a_script_in_a_repository_of_its_own_has_both_commits(tmp_path, monkeypatch, place):
+    """CleanFlow's, with what differs from it, and that of the script's repository."""
+    monkeypatch.setattr("common.run.record.COMMON", tmp_path / "checkout" / "common")
+    head = make_repository(tmp_path / "checkout")
+    own = make_repository(tmp_path / place)
+    (tmp_path / "checkout" / "script.py").write_text("mended = True\n")
+    create_run_folder(tmp_path / "run", OPTIONS, tmp_path / place / "script.py")
+    record = json.loads((tmp_path / "run" / "args.json").read_text())
+    assert (record["git_hash"], record["script_git_hash"]) == (f"{head}-dirty", own)
+    assert (tmp_path / "run" / "uncommitted.diff").read_bytes().endswith(b"+mended = True\n")
+    (tmp_path / place / "script.py").write_text("edited = True\n")
+    (tmp_path / "script.py").symlink_to(tmp_path / place / "script.py")
+    create_run_folder(tmp_path / "linked", OPTIONS, tmp_path / "script.py")
+    record = json.loads((tmp_path / "linked" / "args.json").read_text())
+    assert (record["git_hash"], record["script_git_hash"]) == (f"{head}-dirty", f"{own}-dirty")
+
+
 def test_create_run_folder_records_git_and_how_much_of_it_is_left_out(tmp_path, monkeypatch):
     repository = tmp_path / "repository"
-    repository.mkdir()
-    (repository / "script.py").write_text("")
-    git = ["git", "-C", str(repository), "-c", "user.name=test", "-c", "user.email=test@example.com"]
-    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
-        subprocess.run([*git, *command], check=True)
-    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    monkeypatch.setattr("common.run.record.COMMON", repository / "common")
+    head = make_repository(repository)
     create_run_folder(tmp_path / "run", OPTIONS, repository / "script.py")
     assert json.loads((tmp_path / "run" / "args.json").read_text())["git_hash"] == head
     (repository / "script.py").write_text("mended = True\n")
@@ -802,7 +828,8 @@ def test_create_run_folder_records_git_and_how_much_of_it_is_left_out(tmp_path, 
     assert left == diff[:-7] + b"\n7 more bytes are left out\n"
 
 
-def test_a_resumed_run_keeps_the_first_record(tmp_path):
+def test_a_resumed_run_keeps_the_first_record(tmp_path, monkeypatch):
+    monkeypatch.setattr("common.run.record.COMMON", tmp_path / "common")  # where git has no changes
     script = tmp_path / "script.py"
     script.write_text("first = True\n")
     folder = tmp_path / "run"

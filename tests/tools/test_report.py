@@ -163,6 +163,14 @@ def test_the_page_is_whole_and_self_contained(tmp_path, capsys):
         assert f"<tr><td>{title}</td><td>{value}</td><td>{value}</td></tr>" in text
 
 
+def test_the_commit_of_a_scripts_own_repository_has_a_row(tmp_path):
+    folder = make_run(tmp_path / "one", 1e-4, ("red", "blue"))
+    assert "abc-dirty" not in report.page([folder])
+    record = json.loads((folder / "args.json").read_text()) | {"script_git_hash": "abc-dirty"}
+    (folder / "args.json").write_text(json.dumps(record))
+    assert "<td>abc</td>" in report.page([folder]) and "<td>abc-dirty</td>" in report.page([folder])
+
+
 def test_a_resumed_run_shows_the_record_of_its_highest_step(tmp_path):
     folder = make_run(tmp_path / "one", 1e-4, ("red", "blue"))
     record = json.loads((folder / "args.json").read_text())

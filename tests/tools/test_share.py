@@ -160,16 +160,18 @@ def test_the_cards_code_loads_full_weights(run):
 
 
 def test_a_script_with_files_of_its_own_is_named_itself(run):
-    """They stand before it in the record, as a name behind its own does too."""
+    """They stand before it in the record, as a name behind its own does too. Beside CleanFlow's commit the card has
+    that of the script's own repository."""
     file = run / "args.json"
     record = json.loads(file.read_text())
     own = {"source a_helper.py": "1 bytes, blake2b 0", "source z/helper.py": "1 bytes, blake2b 0"}
-    record |= {"contents": own | record["contents"]}
+    record |= {"contents": own | record["contents"], "script_git_hash": "abc-dirty"}
     record["command"] = f"-m mine.my_grpo --model {ROOT}/assets/embedded"
     file.write_text(json.dumps(record))
     card, _ = shared(run)
     assert "flow_grpo" in card.data.tags and "by `flow_grpo.py`" in card.text
     assert not {"a_helper", "helper"} & set(card.data.tags)
+    assert record["git_hash"] in card.text and "`abc-dirty`" in card.text
     assert "\n-m mine.my_grpo --model assets/embedded\n" in card.text
 
 
