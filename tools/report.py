@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -134,14 +134,17 @@ def explanation(place: Place) -> str:
 
 
 def series(rows: Sequence[dict], name: str) -> list[float]:
-    """The values of a metric in the rows that have it."""
-    return [row[name] for row in rows if name in row]
+    """The values of a metric in the rows that have it. LookupError: none has it."""
+    found = [row[name] for row in rows if name in row]
+    if not found:
+        raise LookupError(name)
+    return found
 
 
 def thirds(values: Sequence[float]) -> tuple[float, float]:
-    """The means of the first and of the last third; NaN for fewer than three values."""
+    """The means of the first and of the last third. LookupError: there are fewer than three values."""
     if len(values) < 3:
-        return math.nan, math.nan
+        raise LookupError("fewer than three values")
     size = len(values) // 3
     return statistics.mean(values[:size]), statistics.mean(values[-size:])
 
@@ -157,9 +160,12 @@ def flat_reward(rows: Sequence[dict], options: dict) -> str | None:
 
 def still_ratio(rows: Sequence[dict], options: dict) -> str | None:
     """The ratio to the old policy never leaves 1, over several optimizer steps a rollout."""
+    counts = [options[name] for name in ("updates_per_rollout", "epochs_per_rollout") if name in options]
+    has_several = math.prod(counts) > 1
     found = series(rows, "actor/ratio_std")[1:]
-    num_updates = options.get("updates_per_rollout", 1) * options.get("epochs_per_rollout", 1)
-    return "ratio_std is 0 in every step" if num_updates > 1 and found and max(found) == 0 else None
+    if not found or (not has_several and len(counts) < 2):  # a fork may call the other one otherwise
+        raise LookupError("a second step, or the number of updates")
+    return "ratio_std is 0 in every step" if has_several and max(found) == 0 else None
 
 
 def clipped(rows: Sequence[dict], options: dict) -> str | None:
@@ -172,7 +178,7 @@ def no_gradient(rows: Sequence[dict], options: dict) -> str | None:
     """Half of the steps, or more, have no gradient."""
     found = series(rows, "actor/grad_norm")
     zeros = sum(value == 0 for value in found)
-    return f"grad_norm is 0 in {zeros} of {len(found)} steps" if found and 2 * zeros >= len(found) else None
+    return f"grad_norm is 0 in {zeros} of {len(found)} steps" if 2 * zeros >= len(found) else None
 
 
 def less_diverse(rows: Sequence[dict], options: dict) -> str | None:
@@ -186,13 +192,18 @@ def held_out_falls(rows: Sequence[dict], options: dict) -> str | None:
     totals = series(rows, "val/weighted_total/mean")
     names = {name for row in rows for name in row if name.startswith("val/") and name.endswith("/mean")}
     falls = []
+    compared = 0
     for name in sorted(names - {"val/weighted_total/mean"}):
-        found, errors = series(rows, name), series(rows, name.removesuffix("/mean") + "/stderr")
+        error = name.removesuffix("/mean") + "/stderr"
+        found, errors = series(rows, name), [row[error] for row in rows if error in row]
         if len(found) < 2 or len(totals) < 2 or len(errors) != len(found):
             continue
+        compared += 1
         bound = 2 * (errors[0] + errors[-1])
         if found[-1] < found[0] - bound and totals[-1] > totals[0]:
             falls.append(f"{name} fell from {found[0]:.3f} to {found[-1]:.3f} (by more than {bound:.3f})")
+    if not compared:
+        raise LookupError("two evaluations of a reward with its errors")
     return f"while the total rose, {' and '.join(falls)}" if falls else None
 
 
@@ -204,6 +215,7 @@ def mismatch_grows(rows: Sequence[dict], options: dict) -> str | None:
 
 NOT_RISING = "The reward does not rise"
 WORSE = Place("The reward rises and the images get worse")
+# a rule raises LookupError where a run lacks the metrics that it reads, as a fork that has renamed them
 RULES: dict[Callable[[Sequence[dict], dict], str | None], Place] = {
     flat_reward: Place(NOT_RISING, 1),
     still_ratio: Place(NOT_RISING, 3),
@@ -215,10 +227,18 @@ RULES: dict[Callable[[Sequence[dict], dict], str | None], Place] = {
 }
 
 
-def find_faults(rows: Sequence[dict], options: dict) -> list[Finding]:
-    """What the RULES find in the rows of a metrics.jsonl of a run with these options."""
-    found = [(rule(rows, options), place) for rule, place in RULES.items()]
-    return [Finding(what, place) for what, place in found if what]
+def find_faults(rows: Sequence[dict], options: dict) -> tuple[list[Finding], int]:
+    """What the RULES find in the rows of a metrics.jsonl of a run with these options, and how many of them could look,
+    as the run has what they read."""
+    faults = []
+    could_look = 0
+    for rule, place in RULES.items():
+        with suppress(LookupError):
+            what = rule(rows, options)
+            could_look += 1
+            if what:
+                faults.append(Finding(what, place))
+    return faults, could_look
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
@@ -431,13 +451,18 @@ def page(folders: Sequence[Path]) -> str:
     parts = [f"<h1>{html.escape(', '.join(labels))}</h1>", "<h2>What looks wrong</h2>"]
     for (label, rows), folder in zip(runs.items(), folders, strict=True):
         with leaving_out(newest_record(folder), unread):  # an option of another type
-            faults = find_faults(rows, records[label]["args"])
+            faults, could_look = find_faults(rows, records[label]["args"])
             for fault in faults:
                 told = f"<b>{html.escape(label)}</b>: {html.escape(fault.what)}."
                 parts.append(f'<p class="wrong">{told}<br>{html.escape(explanation(fault.place))}</p>')
-            if rows and not faults:
-                told = "none of the rules found anything. They read metrics alone: look at the samples below as well."
-                parts.append(f'<p class="fine"><b>{html.escape(label)}</b>: {told}</p>')
+            if rows:
+                told = f"{could_look} of {len(RULES)} rules could look"
+                if could_look < len(RULES):
+                    told += " (the run lacks the metrics of the rest, or enough steps)"
+                if could_look and not faults:
+                    told += ". None found anything. They read metrics alone: look at the samples below as well"
+                kind = ' class="fine"' if could_look and not faults else ""
+                parts.append(f"<p{kind}><b>{html.escape(label)}</b>: {told}.</p>")
     if any(runs.values()):
         parts += ["<h2>Curves</h2>", curves(runs)]
     for label, folder in zip(labels, folders, strict=True):

@@ -91,14 +91,29 @@ def test_every_rule_has_a_case_and_a_paragraph():
 def test_a_rule_flags_one_run_and_not_the_other(rule):
     wrong, what, fine = CASES[rule]
     options = {"updates_per_rollout": 2}
-    assert report.find_faults(rows_of(**wrong), options) == [report.Finding(what, report.RULES[rule])]
+    assert report.find_faults(rows_of(**wrong), options) == ([report.Finding(what, report.RULES[rule])], 1)
     assert rule(rows_of(**fine), options) is None
-    assert report.find_faults([], options) == []
+    assert report.find_faults(rows_of(**fine), options) == ([], 1)
+    for name in wrong:  # renamed in a fork; a reward alone is no other's
+        renamed = {f"my_{other}" if name == other else other: values for other, values in wrong.items()}
+        if rule is not report.held_out_falls or "total" in name:
+            assert report.find_faults(rows_of(**renamed), options) == ([], 0)
+    assert report.find_faults([], options) == ([], 0)
+
+
+def test_a_rule_of_evaluations_needs_two_and_their_errors():
+    wrong, _, _ = CASES[report.held_out_falls]
+    once = {name: values[:1] for name, values in wrong.items()}
+    without_errors = {name: values for name, values in wrong.items() if "stderr" not in name}
+    for less in (once, without_errors):
+        assert report.find_faults(rows_of(**less), {}) == ([], 0)
 
 
 def test_a_ratio_of_1_is_right_where_a_rollout_has_one_update():
     wrong, _, _ = CASES[report.still_ratio]
-    assert report.find_faults(rows_of(**wrong), {"updates_per_rollout": 1, "epochs_per_rollout": 1}) == []
+    assert report.find_faults(rows_of(**wrong), {"updates_per_rollout": 1, "epochs_per_rollout": 1}) == ([], 1)
+    for renamed in ({}, {"updates_per_rollout": 1}, {"epochs_per_rollout": 1}):  # in a fork, whose value is not known
+        assert report.find_faults(rows_of(**wrong), renamed) == ([], 0)
 
 
 def test_recorded_runs_of_the_embedded_task_look_fine():
@@ -106,7 +121,9 @@ def test_recorded_runs_of_the_embedded_task_look_fine():
     for name in ("flow_grpo-local-seed1", "grpo_guard-local-seed2", "dpo_offline-local-seed3"):
         rows = [json.loads(line) for line in (records / name / "metrics.jsonl").read_text().splitlines()]
         options = json.loads((records / name / "args.json").read_text())["args"]
-        assert report.find_faults(rows, options) == [], name
+        found, could_look = report.find_faults(rows, options)
+        assert found == [], name
+        assert could_look == {"flow_grpo": 4, "grpo_guard": 4, "dpo_offline": 1}[name.partition("-")[0]]
 
 
 class Tags(HTMLParser):
@@ -158,9 +175,20 @@ def test_the_page_is_whole_and_self_contained(tmp_path, capsys):
     assert not any("http" in str(value) for _, attributes in tags.found for value in attributes.values())
     assert "<tr><td>learning_rate</td><td>0.0001</td><td>0.001</td></tr>" in text
     assert "a &lt;sign&gt; 1 (ocr 1.000)" in text and "flow_grpo.py --name &lt;b&gt;" in text
-    assert text.count("none of the rules found anything") == 2
+    assert text.count(" 0 of 7 rules ") == 2 and 'class="fine"' not in text  # their evaluations have no total
     for title, value in {"commit": "abc", "device": "CPU, 2 cores", "torch": "2.13.0"}.items():
         assert f"<tr><td>{title}</td><td>{value}</td><td>{value}</td></tr>" in text
+
+
+def test_the_page_is_green_where_rules_could_look_and_says_how_many(tmp_path):
+    folder = make_run(tmp_path / "one", 1e-4, ("red", "blue"))
+    rows = [{"training/global_step": step, "actor/grad_norm": 0.5, "actor/pg_clipfrac": 0.1} for step in (1, 2, 3)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = report.page([folder])
+    assert " 2 of 7 rules " in text and 'class="fine"' in text and 'class="wrong"' not in text
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row | {"actor/grad_norm": 0.0}) + "\n" for row in rows))
+    text = report.page([folder])
+    assert " 2 of 7 rules " in text and 'class="fine"' not in text and 'class="wrong"' in text
 
 
 def test_the_commit_of_a_scripts_own_repository_has_a_row(tmp_path):
