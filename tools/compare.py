@@ -11,7 +11,7 @@ both are those of that step. --against compares a seed with the same seed of tho
 mean paired difference, by Student's t, and p is the sign-flip test's, of six to sixteen seeds (with fewer it cannot
 fall below 0.05). Neither is corrected for the number of comparisons. The default is the evaluation's means in the
 table, which is Markdown or LaTeX's tabular, and the panels of a run's own curves.png; the weighted total only where all
-runs have the same rewards and weights.
+runs have the same rewards and weights. A line names the code of yours that differs between the seeds of a row.
 """
 
 import argparse
@@ -24,12 +24,15 @@ import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from common.errors import UNREADABLE
 from common.run.plots import PANELS, VAL_TOTAL, draw_panels, drawn_metrics, read_metrics
-from common.run.resuming import newest_record
+from common.run.record import own_code, script_source
+from common.run.resuming import newest_record, records_of
 
 Rows = list[dict]  # of a metrics.jsonl
+OfRun = TypeVar("OfRun")
 Interval = tuple[float, float | None, float | None]  # mean, low and high; without an interval None
 # the 97.5 % quantiles of Student's t of 1, 2, ... degrees of freedom
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
@@ -66,14 +69,15 @@ def find_folders(patterns: Sequence[str]) -> list[str]:
     return folders
 
 
-def by_group(runs: dict[str, Rows]) -> dict[str, dict[str, Rows]]:
-    """{name without -seedN: {seed: rows}}; a run without a seed in its name is a group of its own, of seed "".
+def by_group(runs: dict[str, OfRun]) -> dict[str, dict[str, OfRun]]:
+    """{name without -seedN: {seed: rows, or what else is given of a run}}.
 
-    Beside seeds of the same name it is called "NAME, no seed": it may have other options.
+    A run without a seed in its name is a group of its own, of seed "". Beside seeds of the same name it is called
+    "NAME, no seed": it may have other options.
     """
     matches = {label: re.fullmatch(r"(.*?)-?seed(\d+)", label) for label in runs}
     seeded = {match[1] for match in matches.values() if match}
-    groups: dict[str, dict[str, Rows]] = {}
+    groups: dict[str, dict[str, OfRun]] = {}
     for label, match in matches.items():
         if match:
             groups.setdefault(match[1], {})[match[2]] = runs[label]
@@ -121,6 +125,24 @@ def comparable_metrics(metrics: Sequence[str], folders: Sequence[str]) -> list[s
     told = "is of other rewards or weights in some of these runs: left out of the table"
     print(f"{VAL_TOTAL}: {told} (--metric {VAL_TOTAL} shows it)", file=sys.stderr)
     return [metric for metric in metrics if metric != VAL_TOTAL]
+
+
+def name_other_code(folders: dict[str, str]) -> None:
+    """Print a line for each group of seeds whose scripts, or whose files of the user's, differ. folders: by label."""
+    for group, seeds in by_group(folders).items():
+        found: dict[str, dict[str, str]] = {}  # {file, "" for the script: {its digest: its name in the records}}
+        for file in (file for folder in seeds.values() for file in records_of(Path(folder)) if len(seeds) > 1):
+            try:
+                contents = own_code(dict(json.loads(file.read_text(encoding="utf-8"))["contents"]))
+                for name, digest in contents.items():
+                    found.setdefault("" if name == script_source(contents) else name, {})[digest] = name
+            except (*UNREADABLE, KeyError, TypeError):  # an older record says nothing
+                continue
+        differing = {name for digests in found.values() if len(digests) > 1 for name in digests.values()}
+        if differing:
+            names = ", ".join(sorted(name.removeprefix("source ") for name in differing))
+            told = f"not all of the same code, and their mean is shown: {names} differs (source.py, code/ of each)"
+            print(f"{group}: its runs are {told}", file=sys.stderr)
 
 
 def name_shorter(runs: dict[str, Rows]) -> None:
@@ -318,6 +340,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         against = {
             label: read_metrics(folder) for label, folder in zip(labels[len(folders) :], base_folders, strict=True)
         }
+        name_other_code(dict(zip(labels, [*folders, *base_folders], strict=True)))
         every_row = [row for rows in (runs | against).values() for row in rows]
         metrics = args.metric or comparable_metrics(drawn_metrics(every_row, ("val/",)), [*folders, *base_folders])
         if args.step is None:

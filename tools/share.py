@@ -34,7 +34,7 @@ from common.options import ASSETS
 from common.run.plots import save_grid
 from common.run.record import digest, script_source
 from common.run.recorded_options import CHECKOUT, from_root
-from common.run.resuming import newest_record, step_of_best
+from common.run.resuming import newest_record, records_of, step_of_best
 from common.weights.lora import LORA_FILES
 from tools.bench import as_markdown
 from tools.compare import mean_interval
@@ -439,7 +439,7 @@ def training_section(run: Path, record: dict, options: dict[str, Any], algorithm
     versions = [f"{name} {version}" for name, version in record.get("versions", {}).items()]
     lines += [f"- versions: {', '.join(versions)}", f"- machine: {record.get('device')}"]
     commands = []
-    for file in (run / "args.json", *sorted(run.glob("args_step_*.json"))):
+    for file in records_of(run):
         with error_prefix(file, Exception):
             words = shlex.split(json.loads(file.read_text(encoding="utf-8"))["command"])
         commands.append(shlex.join(map(public_path, words)))

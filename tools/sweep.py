@@ -8,9 +8,9 @@ An option that takes one value and is given several is swept. A run is named for
 are swept and its seed. Each run of a script is a process of one rank; with --devices one runs on each of these GPUs at
 a time, otherwise they follow each other. Ctrl-C, SIGTERM or a closed terminal stop the runs that are going, which save
 first. The same command goes on where it was ended: each run has --resume latest, and a finished one is not started
-again; one that another command began under its name is left as it is, and told as such. With wandb the seeds of one
-setting share a group. A recipe for several scripts has its script behind it: recipes/sd35_medium.sh flow_grpo.py --name
-mine.
+again. One that another command began under its name is left as it is, and told as such. So is a finished one whose
+script, or another file of yours, has been edited since. With wandb the seeds of one setting share a group. A recipe for
+several scripts has its script behind it: recipes/sd35_medium.sh flow_grpo.py --name mine.
 """
 
 import argparse
@@ -33,8 +33,9 @@ from common.files import saved_checkpoints
 from common.process import STOP_SIGNALS
 from common.run.option_files import OF_THE_LORA, words_of_file
 from common.run.plots import read_metrics
+from common.run.record import digest, own_code, script_source
 from common.run.recorded_options import CHECKOUT, as_recorded
-from common.run.resuming import EXPECTED_TO_DIFFER, newest_record
+from common.run.resuming import EXPECTED_TO_DIFFER, newest_record, records_of
 from tools.plan import load_script
 
 import tyro
@@ -236,6 +237,32 @@ def is_of_another(run: SweptRun) -> bool:
     return bool(saved_checkpoints(folder)) and (folder / "args.json").is_file() and not has_this_command(run)
 
 
+def told_of_code(run: SweptRun) -> str:
+    """What the end of a finished run adds where the script, or a file of the user's, is not what it was when the run or
+    a resume of it began: the files. "" where its records do not say."""
+    changed: dict[str, None] = {}
+    for file in records_of(RUNS / run.name):
+        try:
+            record = json.loads(file.read_text())
+            contents, command = own_code(dict(record["contents"])), record["command"]
+            script = run.start[-1] if run.start[-1].endswith(".py") else split_command(command)[0]
+            for name, content in contents.items():
+                found = Path(script) if name == script_source(contents) else find_code(name)
+                if found and found.is_file() and digest([found]) != content:
+                    changed[name.removeprefix("source ")] = None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue
+    folder = RUNS / run.name
+    told = f", by other code than now: {', '.join(changed)} (what it was: {folder}/source.py, {folder}/code)"
+    return told if changed else ""
+
+
+def find_code(name: str) -> Path | None:
+    """The file now that a record names "source mine/losses.py" or "code/mine/red.py"; see user_code."""
+    path = name.removeprefix("source ").removeprefix("code/")
+    return next((root / path for root in (CHECKOUT, Path.cwd(), Path("/")) if (root / path).is_file()), None)
+
+
 def run_all(runs: Sequence[SweptRun], devices: Sequence[str]) -> dict[str, str]:
     """Start every run that is not finished, as many at a time as there are devices. Returns {name: how it ended}."""
     free: queue.Queue[str] = queue.Queue()
@@ -286,10 +313,14 @@ def run_all(runs: Sequence[SweptRun], devices: Sequence[str]) -> dict[str, str]:
             signal.signal(number, stop)
     with ThreadPoolExecutor(len(devices) or 1) as pool:
         try:
-            return dict(zip([run.name for run in runs], pool.map(end_of, runs), strict=True))
+            ends = list(pool.map(end_of, runs))
         except KeyboardInterrupt:
             pool.shutdown(cancel_futures=True)
             raise SystemExit("tools.sweep: interrupted; the same command goes on") from None
+    return {
+        run.name: end + (told_of_code(run) if end.startswith("finished") else "")
+        for run, end in zip(runs, ends, strict=True)
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:

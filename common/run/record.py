@@ -115,6 +115,12 @@ def script_source(contents: Contents) -> str | None:
     return next((name for name in reversed(contents) if name.startswith("source ") and name.endswith(".py")), None)
 
 
+def own_code(contents: Contents) -> Contents:
+    """What a record has of the script and the user's own files; not of common/, which changes with every pull."""
+    is_own = {name: name.startswith(("source ", "code/")) and name != "source common/" for name in contents}
+    return {name: content for name, content in contents.items() if is_own[name]}
+
+
 def user_code(code: Iterable[str], options: dict[str, Any], script: Path | str | None = None) -> dict[str, Path]:
     """By name the files of `code`, file.py:function each, what these and the script have imported from beside them, and
     the judge's question, which options name. Names are paths from the checkout's root, otherwise from the working

@@ -83,7 +83,12 @@ def checkpoint_of(path: Path | str) -> Path:
 
 def newest_record(run: Path) -> Path:
     """The file with a run's options: args.json or, of a resumed run, the args_step_000030.json of the highest step."""
-    return [run / "args.json", *sorted(run.glob("args_step_*.json"))][-1]
+    return records_of(run)[-1]
+
+
+def records_of(run: Path) -> list[Path]:
+    """The files with a run's options, in the order of its starts: args.json, and one of each resume."""
+    return [run / "args.json", *sorted(run.glob("args_step_*.json"))]
 
 
 def records_at(run: Path, step: int) -> list[Path]:

@@ -188,6 +188,35 @@ def test_a_last_line_that_a_kill_has_cut_is_left_out_and_named(tmp_path, capfd):
             compare.main([str(tmp_path)])
 
 
+def test_seeds_of_other_code_are_named(tmp_path, capsys, monkeypatch):
+    """Those of one group, by the script and the user's own files. Each start of a run has a record."""
+    monkeypatch.setattr(compare, "overlay", lambda *args: None)
+    contents = {"code/red.py": "1", "source my_losses.py": "1", "source mine.py": "1", "source common/": "1"}
+
+    def names_told(changed, of_another_group=()):
+        """The files that the line names where the second seed has these other contents."""
+        for name, other in (("a-seed1", {}), ("a-seed2", changed), ("b-seed1", dict(of_another_group))):
+            folder = tmp_path / name
+            folder.mkdir(exist_ok=True)
+            (folder / "metrics.jsonl").write_text('{"training/global_step": 1, "val/ocr/mean": 0.5}\n')
+            (folder / "args.json").write_text(json.dumps({"contents": contents | other}))
+        compare.main([f"{tmp_path}/*seed*", "--output", str(tmp_path / "compared.png")])
+        told = capsys.readouterr().err
+        assert not told or told.startswith("a: ") and told.count("\n") == 1
+        return set(re.findall(r"\b\w+\.py", told)) - {"source.py"}
+
+    assert names_told({}, {"source mine.py": "2"}) == set()
+    assert names_told({"source common/": "2", "--train_prompts a.txt": "2"}) == set()
+    assert names_told({"source mine.py": "2"}) == {"mine.py"}
+    assert names_told({"source my_losses.py": "2", "code/red.py": "2"}) == {"red.py", "my_losses.py"}
+    resumed = {"contents": contents | {"source mine.py": "2"}}
+    (tmp_path / "a-seed1" / "args_step_000001.json").write_text(json.dumps(resumed))
+    assert names_told({}) == {"mine.py"}
+    for broken in ("{", "[]", '{"contents": null}', '{"contents": {"source mine.py": 1}}'):
+        (tmp_path / "a-seed1" / "args_step_000001.json").write_text(broken)
+        names_told({})
+
+
 def test_runs_of_one_name_in_two_places_are_compared(tmp_path, capsys):
     for place, value in (("new", 0.5), ("old", 0.25)):
         for seed in (1, 2):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import flow_grpo
 from common.run import parse_args
+from common.run.record import digest
 from common.run.recorded_options import as_recorded
 from tests.conftest import ROOT
 from tools import plan, sweep
@@ -250,6 +251,40 @@ def test_options_stand_in_a_file_or_in_the_command(script):
     assert sweep.run_all([run], devices=[]) == {"a": "finished before"}
     Path("mine.yaml").write_text("learning_rate: 0.6\n")
     assert sweep.run_all([run], devices=[]) == {"a": "of another command: see runs/a/args.json"}
+
+
+def test_a_run_of_other_code_is_told_with_its_files(script):
+    """The script, a file that it imports and a reward; not common/, which each pull changes, nor a file that is gone.
+    A resumed run has a record of each start."""
+    files = {
+        "source mine.py": script,
+        "source my_losses.py": Path("my_losses.py"),
+        "code/own/red.py": Path("own/red.py"),
+    }
+    Path("own").mkdir()
+    for file in (files["source my_losses.py"], files["code/own/red.py"]):
+        file.write_text("x = 1\n")
+    run = begun(script)
+    record = json.loads(Path("runs/a/args.json").read_text())
+    names = ["code/own/red.py", "source my_losses.py", "source mine.py"]  # as a run records them, the script last
+    record["contents"] = {name: digest([files[name]]) for name in names}
+    record["contents"] |= {"source common/": "1 bytes, blake2b 0", "code/gone.py": "1 bytes, blake2b 0"}
+    Path("runs/a/args.json").write_text(json.dumps(record))
+    assert sweep.run_all([run], devices=[]) == {"a": "finished before"}
+    for name, file in files.items():
+        kept = file.read_bytes()
+        file.write_bytes(kept + b"# edited\n")
+        end = sweep.run_all([run], devices=[])["a"]
+        assert end.startswith("finished before, ") and file.name in end
+        assert not any(other.name in end for other in files.values() if other != file)
+        resumed = record | {"contents": record["contents"] | {name: digest([file])}}
+        Path("runs/a/args_step_000001.json").write_text(json.dumps(resumed))
+        assert file.name in sweep.run_all([run], devices=[])["a"]  # its first steps are of other code still
+        Path("runs/a/args.json").write_text(json.dumps(resumed))
+        assert sweep.run_all([run], devices=[]) == {"a": "finished before"}
+        file.write_bytes(kept)
+        Path("runs/a/args_step_000001.json").unlink()
+        Path("runs/a/args.json").write_text(json.dumps(record))
 
 
 def test_a_run_that_was_started_as_a_module_is_read(script):
