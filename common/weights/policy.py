@@ -254,8 +254,15 @@ def choose_adam_kernel(optimizer: torch.optim.AdamW, model: Family, adam_bits: i
 
     One kernel for all tensors of a LoRA (foreach), and on a GPU for full weights one that needs no room (fused), on
     this rank's shards. torch's own takes FSDP's tensors one after the other. The numbers are the same to the bit. For
-    adam_bits 8 it is torchao's.
+    adam_bits 8 it is torchao's. Another optimizer of a copy is returned as it is.
+
+    Raises:
+        RunError: adam_bits 8, and the optimizer is no AdamW.
     """
+    if type(optimizer) is not torch.optim.AdamW:
+        if adam_bits == 8:
+            raise RunError(f"--adam_bits 8: this script's optimizer is no AdamW but {type(optimizer).__name__}")
+        return optimizer
     if adam_bits == 8:
         eight: torch.optim.AdamW = optional_part("weights.adam_8bit", "--adam_bits 8").in_8_bits(optimizer)
         return eight

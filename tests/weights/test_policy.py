@@ -733,6 +733,15 @@ def test_the_chosen_adam_steps_on_shards_and_has_the_numbers_of_torchs(lora_rank
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adamw"])
+def test_another_optimizer_of_a_copy_stays_what_it_is(name):
+    optimizer = OPTIMIZERS[name]([torch.nn.Parameter(torch.ones(2))])
+    assert choose_adam_kernel(optimizer, None) is optimizer
+    with pytest.raises(RunError, match="--adam_bits 8: .* (SGD|Adagrad)"):
+        choose_adam_kernel(optimizer, None, 8)
+
+
+@pytest.mark.fast
 def test_an_optimizer_of_32_bits_is_refused_where_8_are_asked_for(one_rank):
     """As in a copy of a script that does not take what choose_adam_kernel returns."""
     args, model, trained = policy()
