@@ -191,7 +191,7 @@ def torchrun(
 
 
 @functools.cache
-def warm_process(library: Path | None = None) -> subprocess.Popen[str]:
+def warm_process(library: Path | None) -> subprocess.Popen[str]:
     """tests/warm.py, started at the first run; it ends with this process, which closes its stdin.
 
     library: that of the fake CUDA device, whose kernels run in one thread.
@@ -310,7 +310,7 @@ def warm_torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
                 done = run_warm(Path(words[0]), words[at], words[at + 1 :], 1, 420, output=folder / "output")
                 print(json.dumps([done.returncode, done.stdout]), file=file, flush=True)
 
-    warm_process()
+    warm_process(None)
     with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as pool:
         listener.bind(path)
         listener.listen()

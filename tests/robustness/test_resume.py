@@ -92,10 +92,10 @@ def launch(folder, script, *args):
 @contextlib.contextmanager
 def warm_rank(folder, script, *args):
     """A run of one rank in the background: its process, and what will be the finished run. It is killed at the end."""
-    started = set(psutil.Process(warm_process().pid).children())
+    started = set(psutil.Process(warm_process(None).pid).children())
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(torchrun, folder, script, *args, check=False)
-        while not (ranks := set(psutil.Process(warm_process().pid).children()) - started):
+        while not (ranks := set(psutil.Process(warm_process(None).pid).children()) - started):
             assert not done.done()
             time.sleep(0.02)
         (rank,) = ranks
