@@ -133,7 +133,7 @@ def test_the_cards_code_loads_the_lora_and_makes_its_image(run):
         "prompt": 'a blue sign that says "55076"',
         "height": 32,
         "width": 96,
-        "num_inference_steps": 6,
+        "num_inference_steps": 3,
         "guidance_scale": 1.0,
         "max_sequence_length": 16,
     }
@@ -276,7 +276,7 @@ def test_evaluations_of_other_options_are_not_compared(run, capsys):
     (run / "args_step_000000.json").write_text(json.dumps(record))
     card, folder = shared(run)
     assert {path.name for path in folder.iterdir()} == {"README.md", WEIGHTS}
-    assert "| reward |" not in card.text and "eval_num_inference_steps: 6 -> 9" in capsys.readouterr().out
+    assert "| reward |" not in card.text and "eval_num_inference_steps: 3 -> 9" in capsys.readouterr().out
     assert call_of(code_of(card))["prompt"] == 'a blue sign that says "55076"'
 
 
