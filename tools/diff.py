@@ -56,14 +56,16 @@ def git(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def parent_of(script: str) -> Parent:
-    """The script that `script` was copied from. Both are paths as seen from the root, or absolute.
+    """The script that `script` was copied from. Both are paths as seen from the root, or absolute. A copy of a script
+    that names its own parent has two lines: that of the copy has a commit.
 
     Raises:
         ValueError: there is none. flow_grpo.py has no parent, and a script of contrib/ must name its own.
     """
-    named = PARENT.search((ROOT / script).read_text().partition("\n# ==== ")[0])
+    named = list(PARENT.finditer((ROOT / script).read_text().partition("\n# ==== ")[0]))
     if named:
-        return Parent(named[1], named[2])
+        line = next((line for line in reversed(named) if line[2]), named[0])
+        return Parent(line[1], line[2])
     path = (ROOT / script).resolve()
     if path == ROOT / BASE or path.parent == ROOT / "contrib":
         raise ValueError(f"{script}: has no parent: no line `Parent: SCRIPT.py` stands in its docstring")

@@ -37,6 +37,13 @@ def test_a_parent_is_named_or_is_flow_grpo(scripts):
             diff.parent_of(orphan)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_copy_of_a_script_with_a_parent_has_that_script_as_its_own(order, scripts, tmp_path):
+    lines = ["Parent: parent.py", "Parent: contrib/child.py@abc123"][::order]
+    (tmp_path / "copy.py").write_text(CHILD.replace("Parent: parent.py", "\n\n".join(lines)))
+    assert diff.parent_of("copy.py") == ("contrib/child.py", "abc123")
+
+
 def test_changes_are_counted_without_the_header(scripts, capsys):
     changes = diff.changes("contrib/child.py")
     assert {name: lines for name, lines in changes.items() if name != "HEADER"} == {
