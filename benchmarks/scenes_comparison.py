@@ -29,7 +29,7 @@ from benchmarks.comparison import NOT_FINITE, RUNS, child, make_job, neighbours,
 from benchmarks.from_nothing import RL, as_words
 from tools.compare import as_markdown, comparison_table
 
-# ---- the design, fixed before the first run --------------------------------------------------------------------------
+# ---- the design, fixed before the first run, but for SEEDS: three until the table of three had been seen -------------
 SEEDS, OF_CONTRIB, TUNE_SEED = 6, 3, 100  # the runs of a row of the root, and of contrib
 ROLLOUTS, IMAGES, UPDATES = 30, 128, 2  # of a run; of a rollout, images and optimizer steps
 RATES, WIDEST = (3e-4, 1e-3, 3e-3), (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # tuned; as far as a choice at the edge may go
